@@ -2,6 +2,10 @@
 
 A split model is files `NAME-00001-of-00003.gguf`, of which each says in its metadata which one it is, of how many files
 and tensors (`split.no`, `split.count`, `split.tensors.count`). Whichever is opened, all of them are.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. All of it is little-endian: magic `GGUF`, version,
+counts of tensors and of metadata, each key with its value, then each tensor's name, dimensions (the innermost first),
+type and offset from where the tensors' bytes begin. No count is believed before the file is long enough for it.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ import math
 import re
 import reprlib
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 import numpy as np
@@ -23,23 +27,23 @@ from lazymodel._show.text import plural
 from lazymodel._tensors.byte_reader import ByteReader
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel.checkpoints._checkpoint import Checkpoint, JoinedCheckpoint, TensorHeader
-from lazymodel.checkpoints._untrusted import MAX_DIMENSIONS, check_pointer, reading, require_shards, shard_path
-
-# The header of a GGUF file: its metadata and where its tensors are stored, read and checked.
-#
-# Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. All of it is little-endian: magic `GGUF`, version,
-# counts of tensors and of metadata, each key with its value, then each tensor's name, dimensions (the innermost first),
-# type and offset from where the tensors' bytes begin. No count is believed before the file is long enough for it.
-
+from lazymodel.checkpoints._untrusted import (
+    MAX_DIMENSIONS,
+    MAX_NBYTES,
+    check_pointer,
+    mismatch,
+    reading,
+    require_shards,
+    shard_path,
+    truncated,
+)
 
 _MAGIC = b"GGUF"
 _MAX_HEADER = 128 << 20  # bytes; the tokens of the largest vocabularies take 20 MB
-_MAX_NBYTES = 2**63  # what NumPy can address
-_MAX_DEPTH = 8  # of arrays in arrays, which llama.cpp itself does not read at all
 _PIECE = 1 << 20  # bytes that are read at least
 _ALIGNED, _ALIGNMENT = "general.alignment", 32  # bytes, where the metadata says nothing else
 
-_UINT32, _BOOL, _STRING, _ARRAY = 4, 7, 8, 9
+_UINT32, _BOOL, _STRING, _ARRAY = 4, 7, 8, 9  # types of values
 _NUMBERS = {
     0: "<u1",
     1: "<i1",
@@ -48,7 +52,7 @@ _NUMBERS = {
     4: "<u4",
     5: "<i4",
     6: "<f4",
-    _BOOL: "<u1",
+    _BOOL: "?",
     10: "<u8",
     11: "<i8",
     12: "<f8",
@@ -69,50 +73,6 @@ class _TensorInfo(NamedTuple):
         return math.prod(self.shape) // self.type.size * self.type.nbytes
 
 
-class _Metadata(Mapping[str, Any]):
-    """Key → str, int, float, bool or a list of these. Lists are made when they are looked up."""
-
-    def __init__(self, values: dict[str, Any], path: str) -> None:
-        self._values, self._path = values, path
-
-    def __getitem__(self, key: str) -> Any:
-        value = self._values[key]
-        if isinstance(value, _Array):
-            try:
-                self._values[key] = value = value.read()
-            except UnicodeDecodeError as error:
-                raise CheckpointError(f"{self._path}: {key!r} has a string that is not UTF-8; it is corrupt") from error
-        return value
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(self._values)})"
-
-
-class _Array(NamedTuple):
-    """An array of numbers or strings as the file has it."""
-
-    kind: int
-    length: int
-    data: bytes
-
-    def read(self) -> list[Any]:
-        if self.kind != _STRING:
-            array = np.frombuffer(self.data, _NUMBERS[self.kind])
-            return (array != 0 if self.kind == _BOOL else array).tolist()
-        result, at, data = [""] * self.length, 0, self.data
-        for index in range(self.length):
-            begin = at + 8
-            at = begin + _LENGTH.unpack_from(data, at)[0]
-            result[index] = data[begin:at].decode()
-        return result
-
-
 class _Reader:
     """Reads a file from the front on, as far as the header goes."""
 
@@ -127,10 +87,8 @@ class _Reader:
         """Has so many bytes from where it is on, or fails."""
         end = self.at + nbytes
         if end > self.size:
-            raise CheckpointError(
-                f"{self.path} is truncated or corrupt: expected its header to reach byte {end}, found a file of "
-                f"{self.size} bytes. Download or copy it again."
-            )
+            expected = f"its header to reach byte {end}"
+            raise truncated(self.path, expected, f"a file of {self.size} bytes; or it is corrupt")
         if end > _MAX_HEADER:
             self.fail(f"expected a header of at most {_MAX_HEADER} bytes, found more")
         while end > len(self.data):
@@ -148,61 +106,58 @@ class _Reader:
         return int.from_bytes(self.take(nbytes), "little")
 
     def string(self, what: str) -> str:
-        data = self.take(self.integer(8))
+        return self.strings(1, what)[0]
+
+    def strings(self, count: int, what: str) -> list[str]:
+        texts: list[bytearray] = []
+        unpack = _LENGTH.unpack_from
+        for _ in range(count):  # a hundred thousand tokens: nothing is called for each that need not be
+            if self.at + 8 > len(self.data):
+                self.need(8)
+            begin = self.at + 8
+            self.at = begin + unpack(self.data, self.at)[0]
+            if self.at > len(self.data):
+                self.need(0)
+            texts.append(self.data[begin : self.at])
         try:
-            return data.decode()
-        except UnicodeDecodeError:
-            self.fail(f"expected {what} in UTF-8, found {reprlib.repr(data)}")
+            return [text.decode() for text in texts]
+        except UnicodeDecodeError as error:
+            self.fail(f"expected {what} in UTF-8, found {reprlib.repr(bytes(error.object))}")
 
     def count(self, least: int, what: str) -> int:
         """A count of what takes at least so many bytes each."""
         count = self.integer(8)
         if count > (self.size - self.at) // least:
-            raise CheckpointError(
-                f"{self.path} is truncated or corrupt: a count of {count} {what} is more than its bytes can hold"
-            )
+            raise truncated(self.path, f"{count} {what}", "fewer bytes than that; or it is corrupt")
         return count
 
-    def value(self, key: str, kind: int, depth: int = 0) -> Any:
-        """A value of a kind; arrays of numbers and strings as they are stored."""
+    def value(self, key: str) -> Any:
+        """A value after its type: a str, int, float or bool, or a list of one of these."""
+        kind, count = self.integer(4), None
+        if key == _ALIGNED and kind != _UINT32:
+            self.fail(f"expected {key!r} to be of type {_UINT32}, found type {kind}")
+        if kind == _ARRAY:
+            kind = self.integer(4)
+            least = np.dtype(_NUMBERS[kind]).itemsize if kind in _NUMBERS else 8
+            count = self.count(least, f"elements of {key!r}")
         if kind == _STRING:
-            return self.string(f"the value of {key!r}")
-        if (number := _NUMBERS.get(kind)) is not None:
-            value = np.frombuffer(self.take(int(number[-1])), number)[0].item()
-            return bool(value) if kind == _BOOL else value
-        if kind != _ARRAY:
-            self.fail(f"expected {key!r} to be of types 0 to 12, found type {kind}")
-        if depth == _MAX_DEPTH:
-            self.fail(f"expected at most {_MAX_DEPTH} arrays in each other, found more at {key!r}")
-        kind = self.integer(4)
-        if (number := _NUMBERS.get(kind)) is not None:
-            count = self.count(int(number[-1]), f"elements of {key!r}")
-            found = _Array(kind, count, self.take(count * int(number[-1])))
-        elif kind == _STRING:
-            found = self._strings(self.count(8, f"strings of {key!r}"))
+            values: list[Any] = self.strings(1 if count is None else count, f"{key!r}")
+        elif kind in _NUMBERS:
+            dtype = np.dtype(_NUMBERS[kind])
+            values = np.frombuffer(self.take(dtype.itemsize * (1 if count is None else count)), dtype).tolist()
         else:
-            return [self.value(key, kind, depth + 1) for _ in range(self.count(12, f"arrays of {key!r}"))]
-        return found.read() if depth else found
-
-    def _strings(self, count: int) -> _Array:
-        begin, unpack = self.at, _LENGTH.unpack_from
-        for _ in range(count):
-            if self.at + 8 > len(self.data):
-                self.need(8)
-            self.at += 8 + unpack(self.data, self.at)[0]
-            if self.at > len(self.data):
-                self.need(0)
-        return _Array(_STRING, count, bytes(memoryview(self.data)[begin : self.at]))
+            self.fail(f"expected {key!r} to be a number, text or an array of these, found type {kind}")
+        return values[0] if count is None else values
 
 
-def _read_header(source: ByteReader) -> tuple[_Metadata, dict[str, _TensorInfo]]:
+def _read_header(source: ByteReader) -> tuple[dict[str, Any], dict[str, _TensorInfo]]:
     """The checked header of a file: metadata, and tensors in the order in which the file lists them."""
     with reading(source.path), source.open_file() as file:
         reader = _Reader(source.path, source.size, file)
         magic = reader.take(4) if source.size >= 4 else b""
         if magic != _MAGIC:
             raise CheckpointError(
-                f"{source.path} is not a GGUF file: expected it to begin with {_MAGIC}, found {magic}"
+                f"{source.path} is not a GGUF file: expected {_MAGIC} as its beginning, found {magic}"
             )
         version = reader.integer(4)
         if version and not version & 0xFFFF:
@@ -211,19 +166,15 @@ def _read_header(source: ByteReader) -> tuple[_Metadata, dict[str, _TensorInfo]]
                 "`gguf-convert-endian FILE little` of the package gguf"
             )
         if version not in (2, 3):
-            raise CheckpointError(f"{source.path}: expected GGUF version 2 or 3, found {version}; convert it again")
+            raise mismatch(source.path, "GGUF version 2 or 3", version, "convert it again")
         tensors = reader.count(24, "tensors")
         values: dict[str, Any] = {}
         for _ in range(reader.count(13, "metadata")):
             key = reader.string("a key")
             if key in values:
                 reader.fail(f"expected each key once, found {reprlib.repr(key)} twice")
-            kind = reader.integer(4)
-            if key == _ALIGNED and kind != _UINT32:
-                reader.fail(f"expected {key!r} to be of type {_UINT32}, found type {kind}")
-            values[key] = reader.value(key, kind)
-        found = _read_tensors(reader, tensors, values.get(_ALIGNED, _ALIGNMENT))
-    return _Metadata(values, source.path), found
+            values[key] = reader.value(key)
+        return values, _read_tensors(reader, tensors, values.get(_ALIGNED, _ALIGNMENT))
 
 
 def _read_tensors(reader: _Reader, count: int, alignment: int) -> dict[str, _TensorInfo]:
@@ -242,8 +193,8 @@ def _read_tensors(reader: _Reader, count: int, alignment: int) -> dict[str, _Ten
         if (kind := TYPES.get(number)) is None:
             names = ", ".join(f"{known} {each.name}" for known, each in TYPES.items())
             raise CheckpointError(f"{reader.path}: {what} is of type {number}, which is not known; known are {names}")
-        if math.prod(max(extent, 1) for extent in shape) * max(kind.nbytes, 4) >= _MAX_NBYTES:
-            reader.fail(f"{what}: expected a shape of less than {_MAX_NBYTES} bytes, found {shape}")
+        if math.prod(max(extent, 1) for extent in shape) * max(kind.nbytes, 4) >= MAX_NBYTES:
+            reader.fail(f"{what}: expected a shape of less than {MAX_NBYTES} bytes, found {shape}")
         if (shape or (1,))[-1] % kind.size:
             reader.fail(f"{what}: expected rows of whole blocks of {kind.size} numbers ({kind.name}), found {shape}")
         if offset % alignment:
@@ -258,10 +209,8 @@ def _read_tensors(reader: _Reader, count: int, alignment: int) -> dict[str, _Ten
         if (end := info.begin + info.nbytes) > position:
             position, previous = end, name
     if position > max(start, reader.size):
-        raise CheckpointError(
-            f"{reader.path} is truncated: expected tensor {reprlib.repr(previous)} up to byte {position}, found "
-            f"{reader.size} bytes. Download or copy it again."
-        )
+        expected = f"tensor {reprlib.repr(previous)} up to byte {position}"
+        raise truncated(reader.path, expected, f"{reader.size} bytes")
     return infos
 
 
@@ -292,10 +241,8 @@ class GgufFile(Checkpoint):
         shape, kind, begin = self._tensors_there[name]
         # llama.cpp multiplies results by it: the second scale of NVFP4. Beside other types it belongs to the model.
         if kind.name == "NVFP4" and (scale := f"{name.removesuffix('weight')}scale") in self.whole:
-            raise CheckpointError(
-                f"tensor {name!r} of {self.path} is NVFP4 with another scale, tensor {scale!r}, which is not decoded; "
-                "take a file of another type"
-            )
+            found = f"NVFP4 with another scale, tensor {scale!r}, which is not decoded"
+            raise mismatch(f"tensor {name!r} of {self.path}", "one scale", found, "take a file of another type")
         return LazyTensor(tensor_of(name, self.source, begin, shape, kind))
 
     def describe(self, name: str) -> TensorHeader:
@@ -328,10 +275,8 @@ def open_gguf(path: Location) -> Checkpoint:
     names = split_names(path.name)
     if len(names) != max(count, 1):
         expected = f"a name that ends like -00001-of-{count:05}.gguf" if count > 1 else "a name without numbers"
-        raise CheckpointError(
-            f"{path} is one of {plural(count, 'file')} as its metadata says: expected {expected}, found {path.name}; "
-            "give each of them its name back"
-        )
+        fix = f"its metadata says that it is one of {plural(count, 'file')}: give each of them its name back"
+        raise mismatch(path, expected, path.name, fix)
     if count < 2:
         return opened
     paths = [shard_path(path, name) for name in names]
@@ -342,15 +287,11 @@ def open_gguf(path: Location) -> Checkpoint:
     for number, part in enumerate(parts):
         stated = [_integer(part, key) for key in ("split.no", "split.count", "split.tensors.count")]
         if stated != [number, count, tensors]:
-            raise CheckpointError(
-                f"{part.path}: expected file {number} of {count} with the others' number of tensors, found (split.no, "
-                f"split.count, split.tensors.count) = {tuple(stated)}; the files are not of one model"
-            )
+            expected = f"file {number} of {count} with the others' number of tensors"
+            found = f"(split.no, split.count, split.tensors.count) = {tuple(stated)}"
+            raise mismatch(part.path, expected, found, "the files are not of one model")
     if (found := sum(map(len, parts))) != tensors:
-        raise CheckpointError(
-            f"{path}: expected {tensors} tensors in {count} files as their metadata says, found {found}; download them "
-            "again"
-        )
+        raise mismatch(path, f"{tensors} tensors in {count} files", found, "download them again")
     joined = JoinedCheckpoint(path, [(part, part.keys()) for part in parts])
     for part in parts:
         part.whole = joined
@@ -361,5 +302,5 @@ def open_gguf(path: Location) -> Checkpoint:
 def _integer(checkpoint: Checkpoint, key: str) -> int:
     value: Any = (checkpoint.metadata or {}).get(key)
     if type(value) is not int or not 0 <= value < 2**31:
-        raise CheckpointError(f"{checkpoint.path}: expected {key!r} to be a count, found {value!r}; it is corrupt")
+        raise mismatch(checkpoint.path, f"{key!r} to be a count", repr(value))
     return value

@@ -1,13 +1,16 @@
 """HDF5 files as Keras writes them: `.weights.h5`, sharded `.weights.json`, and `.keras` archives read in place.
 
-Listing the names of datasets raises for anything that leads out of the file (external links, virtual datasets);
-`_hdf5_dataset` checks and reads the datasets themselves.
-
-Datasets of HDF5 files as tensors, each checked against the bytes that are there before it is believed.
-
 Values that the file stores as they are in memory (contiguous datasets, as Keras writes them) are read straight from
 the file at the offset that the HDF5 library reports. Everything else is read through h5py, which is imported on first
-use. The library would inflate whatever a chunk claims to be, so deflated chunks are inflated here before, with a limit.
+use. Each dataset is checked against the bytes that are there before it is believed, and whatever leads out of the file
+(external links, virtual datasets) is rejected. The library would inflate whatever a chunk claims to be, so deflated
+chunks are inflated here before, with a limit.
+
+Object headers are read without the library as far as must be known before it opens a dataset: it crashes on damaged
+descriptions of virtual datasets, before anyone can ask it whether a dataset is virtual. At URLs the parts of a file
+that list its datasets are fetched many at a time, before the library reads one after the other. Format: HDF5 File
+Format Specification 3.0, sections III.A.1 (B-trees), III.C (symbol tables), III.D (local heaps), IV.A.1 (object
+headers) and IV.A.2.i (the data layout message).
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ import math
 import os
 import reprlib
 import threading
+import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import ml_dtypes
@@ -30,32 +34,27 @@ from lazymodel._remote.path import Location, RemoteFile
 from lazymodel._remote.reader import RemoteReader, source_of
 from lazymodel._show.text import listed
 from lazymodel._tensors.boxes import Box, box_shape, intersect, shift, slabs
-from lazymodel._tensors.buffers import Convert, Workspace, assign
+from lazymodel._tensors.buffers import Steps, Workspace, assign
 from lazymodel._tensors.byte_reader import ByteReader
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.tensor_source import ArrayTensor, FileTensor, TensorSource
 from lazymodel.checkpoints._checkpoint import Checkpoint
-from lazymodel.checkpoints._safetensors import Contents
+from lazymodel.checkpoints._safetensors import Contents, Index
 from lazymodel.checkpoints._untrusted import (
+    HOSTILE,
     MAX_JSON,
     MAX_RATIO,
-    Member,
+    TRUNCATED,
     Window,
     check_pointer,
     corrupt,
+    member_start,
+    mismatch,
     read_json_object,
+    truncated,
     weight_map,
     zip_directory,
-    zip_member,
 )
-
-# Object headers of HDF5 files, read without the HDF5 library, as far as must be known before it opens a dataset.
-#
-# The library crashes on descriptions of virtual datasets that are damaged, before anyone can ask it whether a dataset
-# is virtual. So this is found out here: in which way a dataset says that its values are stored. Nothing is believed
-# beyond that; what a header means is the library's business. Format: HDF5 File Format Specification 3.0, sections
-# IV.A.1 (object headers) and IV.A.2.i (the data layout message).
-
 
 VIRTUAL = 3  # the layout class of a dataset whose values are stored in other datasets
 _LAYOUT, _CONTINUATION = 0x08, 0x10  # types of messages
@@ -185,15 +184,13 @@ class DatasetTensor(TensorSource):
         self._filters = _filters(dataset, f"{self.file}: dataset {name!r}")
         self._sizes: np.ndarray | None = None
         self.min_scratch_nbytes = 0 if _is_exact(dataset) and not self._filters else _LIBRARY
-        if self._chunks:
+        if self._chunks and self._filters:
             width = dataset.id.get_type().get_size()
             self._chunk_nbytes = math.prod(self._chunks) * width  # decoded, as it is stored
-            places = math.prod(-(-extent // n) for extent, n in zip(self.shape, self._chunks, strict=True))
-            self.min_scratch_nbytes += places * _SIZE.itemsize
-            if self._filters:
-                # Encoded, decoded and rearranged.
-                self.min_scratch_nbytes += 3 * self._chunk_nbytes * max(self._bits.itemsize // width, 1)
-                self.row_step = self._chunks[0]
+            # The sizes of all chunks; of one, the bytes encoded, decoded and rearranged.
+            self.min_scratch_nbytes += _places(self.shape, self._chunks) * _SIZE.itemsize
+            self.min_scratch_nbytes += 3 * self._chunk_nbytes * max(self._bits.itemsize // width, 1)
+            self.row_step = self._chunks[0]
 
     def readers(self) -> tuple[ByteReader, ...]:
         return (self._h5.source,)
@@ -201,22 +198,22 @@ class DatasetTensor(TensorSource):
     def release(self) -> None:
         self._sizes = None
 
-    def fill_box(self, box: Box, out: np.ndarray, steps: tuple[Convert, ...], workspace: Workspace) -> None:
+    def fill_box(self, box: Box, out: np.ndarray, steps: Steps, workspace: Workspace) -> None:
         try:
             self._h5.source.check_unchanged()
             dataset = self._h5.open()[self.name]
-            if self._chunks is None:
+            if self._chunks and self._filters:
+                self._read_chunks(dataset, self._chunks, box, out, steps, workspace)
+            else:
                 self._read(dataset, box, out, steps, workspace)
                 self._h5.source.count(math.prod(box_shape(box)) * self._bits.itemsize)
-            else:
-                self._read_chunks(dataset, self._chunks, box, out, steps, workspace)
             self._h5.source.check_unchanged()
         except Exception as error:
             raise CheckpointError(
                 f"cannot read dataset {self.name!r} of {self.file}: {error or type(error).__name__}"
             ) from error
 
-    def _read(self, dataset: Any, box: Box, out: np.ndarray, steps: tuple[Convert, ...], workspace: Workspace) -> None:
+    def _read(self, dataset: Any, box: Box, out: np.ndarray, steps: Steps, workspace: Workspace) -> None:
         """Fills `out` with a box of the dataset through the HDF5 library."""
         h5s = import_h5py().h5s
         space = dataset.id.get_space()
@@ -234,65 +231,37 @@ class DatasetTensor(TensorSource):
                     assign(target, values, steps)
 
     def _read_chunks(
-        self,
-        dataset: Any,
-        chunks: tuple[int, ...],
-        box: Box,
-        out: np.ndarray,
-        steps: tuple[Convert, ...],
-        workspace: Workspace,
+        self, dataset: Any, chunks: tuple[int, ...], box: Box, out: np.ndarray, steps: Steps, workspace: Workspace
     ) -> None:
         """Fills `out` with a box, encoded chunks one after the other, each once it is known what it decodes to."""
         if (sizes := self._sizes) is None:
-            sizes = self._sizes = self._chunk_sizes(dataset, chunks)
+            sizes = np.zeros(tuple(-(-extent // n) for extent, n in zip(self.shape, chunks, strict=True)), _SIZE)
+
+            def note(info: Any) -> None:
+                place = tuple(start // n for start, n in zip(info.chunk_offset, chunks, strict=True))
+                if all(index < count for index, count in zip(place, sizes.shape, strict=True)):
+                    sizes[place] = info.size  # others are left over from when the dataset was larger
+
+            # All at once: the library looks a single one up by going through all of them.
+            dataset.id.chunk_iter(note)
+            self._sizes = sizes
         rows = tuple(slice(part.start // n, -(-part.stop // n)) for part, n in zip(box, chunks, strict=True))
-        if not sizes[rows].all() and not _has_fill_value(dataset):
-            ranges = ", ".join(f"{part.start}:{part.stop}" for part in box)
-            raise CheckpointError(f"expected values in [{ranges}], found a chunk never written, and no fill value")
-        if not self._filters:
-            self._read(dataset, box, out, steps, workspace)
-            self._h5.source.count(math.prod(box_shape(box)) * self._bits.itemsize)
-        else:
-            for place in itertools.product(*(range(part.start, part.stop) for part in rows)):
-                chunk: Box = tuple(slice(k * n, (k + 1) * n) for k, n in zip(place, chunks, strict=True))
-                if sizes[place]:
-                    self._check_chunk(dataset, tuple(part.start for part in chunk), int(sizes[place]))
-                piece = cast(Box, intersect(chunk, box))
-                self._read(dataset, piece, out[(*shift(piece, box), ...)], steps, workspace)
-            self._h5.source.count(int(sizes[rows].sum()))
-
-    def _chunk_sizes(self, dataset: Any, chunks: tuple[int, ...]) -> np.ndarray:
-        """The bytes of every chunk in the file by its place in the grid, 0 where it was never written."""
-        # All at once: the library looks a single one up by going through all of them.
-        sizes = np.zeros(tuple(-(-extent // n) for extent, n in zip(self.shape, chunks, strict=True)), _SIZE)
-        # Encoded chunks are as long as their values, with a checksum perhaps, unless they are compressed as well.
-        checksum = 4 * (import_h5py().h5z.FILTER_FLETCHER32 in self._filters)
-        known = () if _compresses(self._filters) else (self._chunk_nbytes, self._chunk_nbytes + checksum)
-
-        def note(info: Any) -> None:
-            if info.byte_offset + info.size > self._h5.size:
-                raise CheckpointError(
-                    f"expected a chunk up to byte {info.byte_offset + info.size}, found {self._h5.size} bytes; it is "
-                    "truncated. Download or copy it again."
-                )
-            if known and info.size not in known:
-                raise CheckpointError(
-                    f"expected a chunk of {self._chunk_nbytes} bytes, found {info.size}; it is corrupt"
-                )
-            place = tuple(start // n for start, n in zip(info.chunk_offset, chunks, strict=True))
-            if all(index < count for index, count in zip(place, sizes.shape, strict=True)):
-                sizes[place] = info.size  # others are left over from when the dataset was larger
-
-        dataset.id.chunk_iter(note)
-        return sizes
+        for place in itertools.product(*(range(part.start, part.stop) for part in rows)):
+            chunk: Box = tuple(slice(k * n, (k + 1) * n) for k, n in zip(place, chunks, strict=True))
+            if sizes[place]:
+                self._check_chunk(dataset, tuple(part.start for part in chunk), int(sizes[place]))
+            piece = cast(Box, intersect(chunk, box))
+            self._read(dataset, piece, out[(*shift(piece, box), ...)], steps, workspace)
+        self._h5.source.count(int(sizes[rows].sum()))
 
     def _check_chunk(self, dataset: Any, start: tuple[int, ...], size: int) -> None:
-        """Raises CheckpointError if a chunk would inflate to anything but its values: the library has no limit."""
-        h5z = import_h5py().h5z
-        if h5z.FILTER_DEFLATE not in self._filters:
+        """Raises CheckpointError if a chunk would decode to anything but its values: the library has no limit."""
+        h5z, nbytes, found = import_h5py().h5z, self._chunk_nbytes, size
+        if not _compresses(self._filters):  # then it has its values, and a checksum perhaps
+            found = nbytes if h5z.FILTER_FLETCHER32 in self._filters and size == nbytes + 4 else size
+        elif h5z.FILTER_DEFLATE not in self._filters:
             return
-        found = size
-        if size <= self._chunk_nbytes + self._chunk_nbytes // 8 + 1024:  # more than zlib ever adds
+        elif size <= nbytes + nbytes // 8 + 1024:  # more than zlib ever adds
             # The only call of h5py that does not take its lock itself, which nothing public hands out: without it,
             # threads would be in the HDF5 library at the same time.
             with import_h5py()._objects.phil:
@@ -300,12 +269,17 @@ class DatasetTensor(TensorSource):
             if mask & 1 << self._filters.index(h5z.FILTER_DEFLATE):
                 return
             try:
-                found = len(zlib.decompressobj().decompress(encoded, self._chunk_nbytes + 1))
+                found = len(zlib.decompressobj().decompress(encoded, nbytes + 1))
             except zlib.error:
                 # Chunks that reach over the edge may be stored as they are (H5Pset_chunk_opts); the library knows.
                 return
-        if found != self._chunk_nbytes:
-            raise CheckpointError(f"expected a chunk of {self._chunk_nbytes} bytes, found {found}; it is corrupt")
+        if found != nbytes:
+            raise CheckpointError(f"expected a chunk of {nbytes} bytes, found {found}; it is corrupt")
+
+
+def _places(shape: Sequence[int], chunks: Sequence[int]) -> int:
+    """The number of chunks that a dataset has room for."""
+    return math.prod(-(-extent // n) for extent, n in zip(shape, chunks, strict=True))
 
 
 def _filters(dataset: Any, what: str) -> list[int]:
@@ -314,10 +288,7 @@ def _filters(dataset: Any, what: str) -> list[int]:
     plist = dataset.id.get_create_plist()
     codes = [plist.get_filter(index)[0] for index in range(plist.get_nfilters())]
     if h5z.FILTER_DEFLATE in codes and set(codes[codes.index(h5z.FILTER_DEFLATE) + 1 :]) - {h5z.FILTER_FLETCHER32}:
-        raise CheckpointError(
-            f"{what}: expected gzip as the last filter but for a checksum, found another after it. Save it with "
-            "gzip alone"
-        )
+        raise mismatch(what, "gzip as the last filter but for a checksum", "another after it", "save it with gzip")
     return codes
 
 
@@ -354,14 +325,9 @@ def dataset_tensor(file: H5File, name: str) -> LazyTensor:
             offset = dataset.id.get_offset()
             if offset is None:
                 if not _has_fill_value(dataset):
-                    raise CheckpointError(
-                        f"{path}: dataset {name!r}: expected {nbytes} bytes, found none written, and no fill value"
-                    )
+                    raise mismatch(f"{path}: dataset {name!r}", f"{nbytes} bytes", "none written, and no fill value")
             elif offset + math.prod(shape) * dataset.id.get_type().get_size() > file.size:
-                raise CheckpointError(
-                    f"{path} is truncated: expected dataset {name!r} up to byte {offset + nbytes}, found a file of "
-                    f"{file.size} bytes. Download or copy it again."
-                )
+                raise truncated(path, f"dataset {name!r} up to byte {offset + nbytes}", f"a file of {file.size} bytes")
             elif _is_exact(dataset):
                 return LazyTensor(FileTensor(name, file.source, int(offset), shape, dtype))
         return LazyTensor(DatasetTensor(file, name, dataset, dtype))
@@ -371,19 +337,16 @@ def _checked(file: H5File, what: str, dataset: Any) -> tuple[np.dtype[Any], tupl
     """Dtype and shape of a dataset that can hold what it declares."""
     if dataset.external:
         other = os.fsdecode(dataset.external[0][0])
-        raise CheckpointError(
-            f"{what}: expected the values in this file, found them in {other!r}; do not trust this checkpoint"
-        )
+        raise mismatch(what, "the values in this file", f"them in {other!r}", HOSTILE)
     stored: np.dtype[Any] = dataset.dtype
     dtype = stored
     marked = stored.itemsize == 2 and stored.kind in "uV" and _has_text(dataset, b"dtype")
     if marked and stored.kind == "V" and not stored.names and dataset.shape is not None:
         dtype = _BFLOAT16
     elif marked or stored.kind not in "biufc" or dataset.shape is None:
-        raise CheckpointError(
-            f"{what}: expected numbers, or bfloat16 as Keras stores it, found {stored}"
-            f"{' with a dtype' if marked else ''}; strings, records and other opaque data cannot be weights"
-        )
+        found = f"{stored}{' with a dtype' if marked else ''}"
+        fix = "strings, records and other opaque data cannot be weights"
+        raise mismatch(what, "numbers, or bfloat16 as Keras stores it", found, fix)
     shape = tuple(int(extent) for extent in dataset.shape)
     count = math.prod(shape)
     if not count:
@@ -393,13 +356,13 @@ def _checked(file: H5File, what: str, dataset: Any) -> tuple[np.dtype[Any], tupl
     # Compressed values may exceed the file, and values never written take no bytes: both within reason.
     most = max(held * (MAX_RATIO if _compresses(_filters(dataset, what)) else 1), file.size)
     width = dataset.id.get_type().get_size()
-    places = math.prod(-(-extent // n) for extent, n in zip(shape, chunks or shape, strict=True))
+    places = _places(shape, chunks or shape)
     if max(count, math.prod(chunks or ())) * width > most or max(held, places) > file.size:
-        raise CheckpointError(
-            f"{what}: expected {count * stored.itemsize} bytes for {stored}{list(shape)}"
-            f"{f' in {places} chunks of {list(chunks)}' if chunks else ''}, found {held} stored in a file of "
-            f"{file.size}; it is truncated or corrupt"
-        )
+        expected = f"{count * stored.itemsize} bytes for {stored}{list(shape)}"
+        expected += f" in {places} chunks of {list(chunks)}" if chunks else ""
+        raise mismatch(what, expected, f"{held} stored in a file of {file.size}", TRUNCATED)
+    if chunks and (there := dataset.id.get_num_chunks()) < places and not _has_fill_value(dataset):
+        raise mismatch(what, f"{places} chunks", f"{there} written, and no fill value")
     return dtype, shape
 
 
@@ -412,15 +375,6 @@ def _has_text(dataset: Any, name: bytes) -> bool:
         return False
     attribute = h5py.h5a.open(dataset.id, name)
     return attribute.shape == () and isinstance(attribute.get_type(), h5py.h5t.TypeStringID)
-
-
-# The parts of an HDF5 file at a URL that list its datasets, many fetched at a time before the HDF5 library reads them.
-#
-# The library follows one address after the other, and Keras' files have a few small pieces between any two tensors:
-# from afar, each would be a round trip of its own. Here the groups are followed a level at a time, all their pieces
-# at once. Nothing comes of it but blocks that are there when the library reads them, so whatever is not understood is
-# left to it. Format: HDF5 File Format Specification 3.0, sections III.A.1 (B-trees), III.C (symbol tables), III.D
-# (local heaps).
 
 
 _GROUP = 0x11  # the type of the message that says where a group's B-tree and heap are
@@ -541,38 +495,35 @@ def open_hdf5(path: Location) -> Hdf5Checkpoint:
 
 def open_archive(path: Location) -> Checkpoint:
     """Opens the weights in a `.keras` archive, in place, where they are stored without compression."""
-    members = {info.filename: info for info in zip_directory(source_of(path), path, ".keras").infolist()}
+    members = {info.filename: info for info in zip_directory(source_of(path), path, ".keras")}
 
-    def member(name: str) -> Member:
-        found = zip_member(path, members[name])
-        if found.deflated:
-            raise CheckpointError(
-                f"{path}: expected {name} to be stored without compression, as Keras does, found it compressed; unpack "
-                "the archive and open the file inside"
-            )
-        return found
+    def start(name: str) -> int:
+        begin = member_start(path, members[name])
+        if members[name].compress_type != zipfile.ZIP_STORED:
+            fix = "unpack the archive and open the file inside"
+            raise mismatch(path, f"{name} to be stored without compression, as Keras does", "it compressed", fix)
+        return begin
 
     def weights(name: str, shown: str) -> Hdf5Checkpoint:
-        found = member(name)
-        return Hdf5Checkpoint(shown, H5File(found.path, found.start, found.size))
+        return Hdf5Checkpoint(shown, H5File(path, start(name), members[name].file_size))
 
     if "model.weights.h5" in members:
         return weights("model.weights.h5", str(path))
-    there = listed(map(repr, sorted(members)))
-    if "model.weights.json" not in members:
-        raise CheckpointError(f"{path}: expected model.weights.h5 in the archive, found {there}")
-    found = member("model.weights.json")
-    if found.size > MAX_JSON:
-        raise CheckpointError(f"{path}: expected at most {MAX_JSON} bytes of model.weights.json, found {found.size}")
-    with Window(source_of(path), found.start, found.size) as window:
-        index = f"{path}:{found.name}"
-        listing = weight_map(read_json_object(window.read(), index), index)
+    there, name = listed(map(repr, sorted(members))), "model.weights.json"
+    if name not in members:
+        raise mismatch(path, "model.weights.h5 in the archive", there)
+    begin, size = start(name), members[name].file_size
+    if size > MAX_JSON:
+        raise mismatch(path, f"at most {MAX_JSON} bytes of {name}", size)
+    with Window(source_of(path), begin, size) as window:
+        shown = f"{path}:{name}"
+        index = Index(shown, name, weight_map(read_json_object(window.read(), shown), shown), grouped=True)
     contents = Contents(path)
-    groups = contents.by_shard(index, listing, grouped=True)
+    groups = contents.by_shard(index)
     if missing := [shard for shard in groups if shard not in members]:
-        raise CheckpointError(f"{path}: expected shards {listed(map(repr, missing))} in the archive, found {there}")
-    for name, keys in groups.items():
-        contents.add_shard(path, weights(name, f"{path}:{name}"), found.name, keys, listing, grouped=True)
+        raise mismatch(path, f"shards {listed(map(repr, missing))} in the archive", there)
+    for shard, keys in groups.items():
+        contents.add_shard(index, path, weights(shard, f"{path}:{shard}"), keys)
     return contents.checkpoint()
 
 
@@ -591,16 +542,11 @@ def _dataset_names(file: H5File) -> list[str]:
                 with RemoteFile(source.store, source.key) as remote:
                     _fetch_groups(remote, source.base + root.userblock_size, address, widths)
 
-            def classes(address: int) -> set[int]:
-                """How the header at an address says that values are stored; addresses count from the user block on."""
+            def read(place: int, count: int) -> bytes:  # addresses count from the user block on
+                window.seek(root.userblock_size + place)
+                return window.read(min(count, file.size)) or b""
 
-                def read(place: int, count: int) -> bytes:
-                    window.seek(root.userblock_size + place)
-                    return window.read(min(count, file.size)) or b""
-
-                return layout_classes(read, address, widths)
-
-            names, soft = _walk(path, root, classes)
+            names, soft = _walk(path, root, lambda address: layout_classes(read, address, widths))
             known = set(names)
             for name, target in soft.items():
                 if target.strip("/") not in known:
@@ -629,10 +575,8 @@ def _walk(path: str, root: Any, classes: Callable[[int], set[int]]) -> tuple[lis
         for key in group:
             # A name that is not UTF-8 comes as bytes.
             if isinstance(key, bytes) or key in ("", ".") or "/" in key or len(prefix + key) > _MAX_NAME:
-                raise CheckpointError(
-                    f"{path}: expected names of UTF-8, paths of at most {_MAX_NAME} characters, found "
-                    f"{reprlib.repr(key)} in {reprlib.repr(prefix)}; it is corrupt"
-                )
+                found = f"{reprlib.repr(key)} in {reprlib.repr(prefix)}"
+                raise mismatch(path, f"names of UTF-8, paths of at most {_MAX_NAME} characters", found)
             name = prefix + key
             link = group.get(key, getlink=True)
             if isinstance(link, h5py.ExternalLink):
@@ -647,7 +591,7 @@ def _walk(path: str, root: Any, classes: Callable[[int], set[int]]) -> tuple[lis
             if VIRTUAL in found:
                 raise CheckpointError(
                     f"{path}: dataset {name!r} is virtual: expected the values in this file, found references to "
-                    "other datasets; copy the values into a dataset of their own"
+                    "other datasets; copy the values"
                 )
             if found:
                 names.append(name)

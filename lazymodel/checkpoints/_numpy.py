@@ -1,5 +1,4 @@
-"""NumPy's own files: `.npy`, one array, and `.npz`, a zip archive of them, as `np.save` and `np.savez` write them;
-and folders of `.npy` files.
+"""NumPy's own files: `.npy`, `.npz` (a zip archive of them), and folders of `.npy` files.
 
 Arrays are read in place, at their offset in the file; members that `np.savez_compressed` deflated are decompressed on
 the way, in small pieces. Nothing is ever unpickled, and a header is compared with the bytes that are there before it
@@ -25,23 +24,23 @@ import numpy as np
 from lazymodel._errors import CheckpointError
 from lazymodel._remote.path import Location, RemotePath, fetch_heads
 from lazymodel._remote.reader import source_of
-from lazymodel._tensors.boxes import Geometry
-from lazymodel._tensors.buffers import Steps
 from lazymodel._tensors.byte_reader import ByteReader
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.tensor_source import ArrayTensor, FileTensor
 from lazymodel.checkpoints._checkpoint import Checkpoint
 from lazymodel.checkpoints._untrusted import (
+    HOSTILE,
     MAX_DIMENSIONS,
-    Member,
+    TRUNCATED,
     Window,
     check_pointer,
     corrupt,
     counts,
+    member_start,
+    mismatch,
     reading,
     shard_path,
     zip_directory,
-    zip_member,
 )
 
 _MAX_HEADER = 12 + 10_000  # bytes: magic and length, then as much header as NumPy itself reads from untrusted files
@@ -115,34 +114,31 @@ def open_npz(path: Location) -> NumpyCheckpoint:
     source = source_of(path)
     tensors: dict[str, LazyTensor] = {}
     end = 0
-    archive = zip_directory(source, path, ".npz")
-    for info in sorted(archive.infolist(), key=lambda each: each.header_offset):
-        member = zip_member(path, info)
-        if member.header < end:
-            raise CheckpointError(f"{path}: member {member.name!r} overlaps another at byte {end}; it is corrupt")
-        end = member.start + member.stored
-        with corrupt(f"{path}: member {member.name!r} is corrupt"), member.path.open("rb") as file:
-            file.seek(member.start)
+    for info in sorted(zip_directory(source, path, ".npz"), key=lambda each: each.header_offset):
+        start, member = member_start(path, info), info.filename
+        if info.header_offset < end:
+            raise CheckpointError(f"{path}: member {member!r} overlaps another at byte {end}; it is corrupt")
+        end = start + info.compress_size
+        deflated = info.compress_type == zipfile.ZIP_DEFLATED
+        with corrupt(f"{path}: member {member!r} is corrupt"), path.open("rb") as file:
+            file.seek(start)
             # Deflating can also make longer, a little.
-            head = file.read(min(member.stored, 2 * _MAX_HEADER)) or b""
-            if member.deflated:
+            head = file.read(min(info.compress_size, 2 * _MAX_HEADER)) or b""
+            if deflated:
                 head = zlib.decompressobj(-zlib.MAX_WBITS).decompress(head, _MAX_HEADER)
         if not head.startswith(np.lib.format.MAGIC_PREFIX):
-            if member.name.endswith(".npy"):
-                raise CheckpointError(
-                    f"{path}: expected an array in member {member.name!r}, found {head[:6]!r} as its first bytes; it "
-                    "is corrupt. Download or copy it again."
-                )
+            if member.endswith(".npy"):
+                raise mismatch(path, f"an array in member {member!r}", f"{head[:6]!r} as its first bytes", TRUNCATED)
             continue
-        name = member.name.removesuffix(".npy")
+        name = member.removesuffix(".npy")
         if name in tensors:
-            raise CheckpointError(f"{path}: expected each array once, found two named {name!r}; it is corrupt")
+            raise mismatch(path, "each array once", f"two named {name!r}")
         values: ByteReader = source
-        if member.deflated:
-            values = _DeflatedReader(source, member, info)
+        if deflated:
+            values = _DeflatedReader(source, start, info)
         elif not source.remote:
-            values = _StoredReader(source, member)
-        tensors[name] = _array(name, f"{path}: array {name!r}", head, values, member.start, member.size)
+            values = _StoredReader(source, start, info)
+        tensors[name] = _array(name, f"{path}: array {name!r}", head, values, start, info.file_size)
     return NumpyCheckpoint(path, [source], tensors)
 
 
@@ -160,47 +156,54 @@ def _array(name: str, what: str, head: bytes, source: ByteReader, start: int, si
             shape, fortran, dtype = cast("tuple[Any, bool, np.dtype[Any]]", read(stream))
     # Evaluating a hostile header can fail in as many ways as evaluating Python.
     except Exception as error:
-        raise CheckpointError(f"{what}: expected the header of an array of numbers, found another ({error})") from error
+        raise mismatch(what, "the header of an array of numbers", f"another ({error})") from error
     if dtype.hasobject:
-        raise CheckpointError(
-            f"{what}: expected numbers, found pickled Python objects, which can run any code when they are read; "
-            "do not trust it, or save the numbers in it as arrays of their own"
-        )
+        found = "pickled Python objects, which can run any code when they are read"
+        raise mismatch(what, "numbers", found, f"{HOSTILE}, or save the numbers in it as arrays of their own")
     if dtype.kind == "V" and dtype.names is None and dtype.subdtype is None:
-        raise CheckpointError(
-            f"{what}: expected numbers, found {dtype.itemsize}-byte values of an unknown type ({dtype.str}). NumPy "
-            "writes types that are not its own, such as bfloat16 or float8, without their name. Save such arrays as "
-            "safetensors, or as integers (array.view('uint16')) that you view as what they are after loading."
-        )
+        found = f"{dtype.itemsize}-byte values of an unknown type ({dtype.str}), as NumPy writes bfloat16 or float8"
+        fix = "save them as safetensors, or as integers (array.view('uint16')) that you view as what they are"
+        raise mismatch(what, "numbers", found, fix)
     if dtype.kind not in "biufc":
-        raise CheckpointError(f"{what}: expected numbers, found {dtype}; records, text and dates cannot be weights")
+        raise mismatch(what, "numbers", str(dtype), "records, text and dates cannot be weights")
     if len(shape) > MAX_DIMENSIONS or counts(shape) is None:  # the header reader accepts any ints, True among them
-        raise CheckpointError(f"{what}: expected a shape of non-negative ints, found {str(shape)[:200]}")
-    nbytes = math.prod(shape) * dtype.itemsize
-    begin = stream.tell()
+        raise mismatch(what, "a shape of non-negative ints", str(shape)[:200])
+    nbytes, begin = math.prod(shape) * dtype.itemsize, stream.tell()
     if nbytes != size - begin:
-        raise CheckpointError(
-            f"{what}: expected {nbytes} bytes for {dtype}{list(shape)}, found {size - begin}; it is truncated or "
-            "corrupt. Download or copy it again."
-        )
+        raise mismatch(what, f"{nbytes} bytes for {dtype}{list(shape)}", size - begin, TRUNCATED)
     if not nbytes:
         return LazyTensor(ArrayTensor(np.empty(shape, dtype.newbyteorder("=")), name))
-    if isinstance(source, _StoredReader):
+    kind = FileTensor if source.remote or start else _NpyTensor
+    if isinstance(source, _MemberReader):
+        kind = source.tensor
         source.begin(head[:begin])
-    kind = (
-        _DeflatedTensor if isinstance(source, _DeflatedReader) else FileTensor if source.remote or start else _NpyTensor
-    )
     leaf = kind(name, source, start + begin, tuple(reversed(shape)) if fortran else shape, dtype)
     return LazyTensor(leaf).T if fortran else LazyTensor(leaf)
+
+
+class _DeflatedTensor(FileTensor):
+    """An array in a deflated member."""
+
+    min_scratch_nbytes = 2 * _PIECE + _STREAMS * _STATE
+
+    def release(self) -> None:
+        cast(_MemberReader, self.reader).forget()
 
 
 class _MemberReader(ByteReader):
     """The bytes of a member, at the addresses that they have, or would have were they stored, from its start on."""
 
-    def __init__(self, file: ByteReader, member: Member) -> None:
-        super().__init__(str(member.path))
-        self._file, self._member = file, member
+    tensor: type[FileTensor] = FileTensor
+
+    def __init__(self, file: ByteReader, start: int, info: zipfile.ZipInfo) -> None:
+        super().__init__(file.path)
+        self._file, self._start, self._info = file, start, info
+        self._header = b""  # with which it begins, and which nobody reads again
         self._guard = threading.Lock()  # of what a subclass keeps for later reads
+
+    def begin(self, header: bytes) -> None:
+        """Notes the header of its array, which was read already."""
+        self._header = header
         self.forget()
 
     def forget(self) -> None:
@@ -216,29 +219,16 @@ class _MemberReader(ByteReader):
 
     def _corrupt(self, found: str) -> CheckpointError:
         self.check_unchanged()
-        return CheckpointError(
-            f"{self.path}: expected {self._member.size} bytes of member {self._member.name!r}, found {found}; it is "
-            "truncated or corrupt. Download or copy it again."
-        )
-
-    def _check(self, crc: int) -> None:
-        if crc != self._member.crc:
-            raise self._corrupt(f"bytes whose checksum is {crc:#x}, not {self._member.crc:#x}")
+        expected = f"{self._info.file_size} bytes of member {self._info.filename!r}"
+        return mismatch(self.path, expected, found, TRUNCATED)
 
 
 class _StoredReader(_MemberReader):
     """A member that is stored as it is. Once all of it was read, in any order, its checksum is compared."""
 
-    _header = b""  # what was read of it when it was opened
-
-    def begin(self, header: bytes) -> None:
-        """Notes the bytes with which it begins, which nobody reads again."""
-        self._header = header
-        self.forget()
-
     def forget(self) -> None:
         self._pieces: dict[int, tuple[int, int]] = {}  # first byte of what was read → end, checksum
-        self._position = self._member.start + len(self._header)  # as far as nothing is missing
+        self._position = self._start + len(self._header)  # as far as nothing is missing
         self._crc = zlib.crc32(self._header)  # up to there
 
     def read_into(self, offset: int, *outs: np.ndarray) -> None:
@@ -252,17 +242,18 @@ class _StoredReader(_MemberReader):
                 self._pieces.clear()
             if end > max(offset, self._pieces.get(offset, (0, 0))[0]):
                 self._pieces[offset] = end, crc
-            if offset == self._member.start + len(self._header):  # from the beginning again
+            if offset == self._start + len(self._header):  # from the beginning again
                 self._position, self._crc = offset, zlib.crc32(self._header)
             while self._position in self._pieces:
                 end, crc = self._pieces[self._position]
                 self._crc = _joined_crc(self._crc, crc, end - self._position)
                 self._position = end
-            if self._position < self._member.start + self._member.size:
+            if self._position < self._start + self._info.file_size:
                 return
             crc = self._crc
             self.forget()
-        self._check(crc)
+        if crc != self._info.CRC:
+            raise self._corrupt(f"bytes whose checksum is {crc:#x}, not {self._info.CRC:#x}")
 
 
 def _joined_crc(first: int, second: int, nbytes: int) -> int:
@@ -294,13 +285,7 @@ class _DeflatedReader(_MemberReader):
     Each stream reads the file by itself: `ZipFile.open` of one archive, in several threads at once, misplaces members.
     """
 
-    def __init__(self, file: ByteReader, member: Member, info: zipfile.ZipInfo) -> None:
-        super().__init__(file, member)
-        self._info = info
-
-    def _open(self) -> zipfile.ZipExtFile:
-        stored = Window(self._file, self._member.start, self._member.stored)
-        return zipfile.ZipExtFile(cast(Any, stored), "r", self._info)
+    tensor = _DeflatedTensor
 
     def forget(self) -> None:
         """Drops the streams that reads continue; the next read begins at the start."""
@@ -308,14 +293,16 @@ class _DeflatedReader(_MemberReader):
             self._streams: list[Any] = []  # where reads stopped, the newest last; each is used by one thread at a time
 
     def read_into(self, offset: int, *outs: np.ndarray) -> None:
-        position = offset - self._member.start
+        position = offset - self._start
         with self._guard:
             before = [stream for stream in self._streams if stream.tell() <= position]
             if stream := max(before, key=lambda each: each.tell(), default=None):
                 self._streams.remove(stream)
         try:
             with reading(self.path):
-                stream = stream or self._open()
+                if stream is None:
+                    stored = Window(self._file, self._start, self._info.compress_size)
+                    stream = zipfile.ZipExtFile(cast(Any, stored), "r", self._info)
                 while stream.tell() < position:
                     self._next(stream, position - stream.tell())
                 for out in outs:
@@ -328,7 +315,7 @@ class _DeflatedReader(_MemberReader):
                     self._file.count(done)
         except (zlib.error, zipfile.BadZipFile, EOFError) as error:
             raise self._corrupt(f"others ({error})") from error
-        if stream.tell() < self._member.size:
+        if stream.tell() < self._info.file_size:
             with self._guard:
                 self._streams = [*self._streams[1 - _STREAMS :], stream]
 
@@ -357,16 +344,3 @@ class _NpyTensor(FileTensor):
                 self._readers -= 1
                 if not self._readers:
                     self.reader.close()
-
-    def copy_mapped(self, boxes: Sequence[tuple[Geometry, np.ndarray]], steps: Steps) -> bool:
-        with self._reading():
-            return super().copy_mapped(boxes, steps)
-
-
-class _DeflatedTensor(FileTensor):
-    """An array in a deflated member."""
-
-    min_scratch_nbytes = 2 * _PIECE + _STREAMS * _STATE
-
-    def release(self) -> None:
-        cast(_DeflatedReader, self.reader).forget()

@@ -1,9 +1,7 @@
-"""`open_checkpoint`, which finds out the format of a path, and the one table of formats.
+"""`open_checkpoint`, which finds out the format of a path, the one table of formats, and `lazymodel inspect`.
 
-The contents of a checkpoint and all of its problems, as `lazymodel inspect` prints them.
-
-Opening a checkpoint finds what is wrong with it; here that is shown, with the tensors of every file that can be
-opened. No tensor's bytes are read.
+Finding the contents of a path collects all that is wrong with it: opening raises that, inspecting shows it, with the
+tensors of every file that can be opened. No tensor's bytes are read.
 """
 
 from __future__ import annotations
@@ -32,10 +30,10 @@ from lazymodel.checkpoints._checkpoint import Checkpoint, DecodedCheckpoint, dec
 from lazymodel.checkpoints._gguf import model_files, open_gguf, split_names
 from lazymodel.checkpoints._hdf5 import open_archive, open_hdf5
 from lazymodel.checkpoints._numpy import npy_names, open_npy, open_npy_folder, open_npz
-from lazymodel.checkpoints._orbax import find_item, open_orbax
-from lazymodel.checkpoints._safetensors import Contents, SafetensorsFile, short, some
-from lazymodel.checkpoints._untrusted import check_pointer, read_json_file, require_shards, shard_path, weight_map
-from lazymodel.checkpoints._verify import Verify, find_mismatches, no_hash, verify_files
+from lazymodel.checkpoints._orbax import OrbaxCheckpoint, find_item
+from lazymodel.checkpoints._safetensors import Contents, Index, SafetensorsFile, short, some
+from lazymodel.checkpoints._untrusted import check_pointer, indexed_shards, read_json_file, weight_map
+from lazymodel.checkpoints._verify import Verify, mismatches, no_hash, stated_hashes, verify_files
 
 SAVING = ".lazymodel-saving"  # what the names of savers' own folders end in
 OLD = "old"  # in one: the folder that is being replaced, where the file system cannot exchange two in one step
@@ -71,36 +69,35 @@ _SUPPORTED = (
 )
 
 
+_PICKLE = "which can run any code when it is read"
 # Formats that are known and not read: patterns of names, what such a file is, and how it becomes one that is read. The
 # first that fits is meant.
 _FOREIGN = (
     (
         ("*.pt", "*.pth", "*.bin", "*.ckpt"),
-        "a pickle of PyTorch, which can run any code when it is read",
-        "save it as safetensors: "
-        '`safetensors.torch.save_file(torch.load(path, weights_only=True, map_location="cpu"), "model.safetensors")`',
+        f"a pickle of PyTorch, {_PICKLE}",
+        'safetensors: `safetensors.torch.save_file(torch.load(path, weights_only=True, map_location="cpu"), '
+        '"model.safetensors")`',
     ),
     (
         ("*.index", "*.data-?????-of-?????", "saved_model.pb"),
         "a checkpoint of TensorFlow",
-        'load it there and save it as Keras weights: `model.save_weights("model.weights.h5")`',
+        'Keras weights, where it can be loaded: `model.save_weights("model.weights.h5")`',
     ),
     (
         ("*.msgpack", "checkpoint", "checkpoint_*"),
         "Flax' msgpack",
-        'save it as safetensors: `lm.save(flax.serialization.msgpack_restore(open(path, "rb").read()), '
-        '"model.safetensors")`',
+        'safetensors: `lm.save(flax.serialization.msgpack_restore(open(path, "rb").read()), "model.safetensors")`',
     ),
     (
         ("*.eqx",),
         "leaves of an Equinox model, which have no names",
-        "load it there and save it as safetensors: `lm.save(eqx.tree_deserialise_leaves(path, model), "
-        '"model.safetensors")`',
+        'safetensors: `lm.save(eqx.tree_deserialise_leaves(path, model), "model.safetensors")`',
     ),
     (
         ("*.pkl", "*.pickle"),
-        "a Python pickle, which can run any code when it is read",
-        'if you trust it, load it and save its arrays as safetensors: `lm.save(tree, "model.safetensors")`',
+        f"a Python pickle, {_PICKLE}",
+        'safetensors, if you trust it: `lm.save(tree, "model.safetensors")`',
     ),
 )
 
@@ -111,20 +108,16 @@ def foreign(names: Iterable[str]) -> str:
     for patterns, what, fix in _FOREIGN:
         for name in there:
             if any(fnmatchcase(name, pattern) for pattern in patterns):
-                return f"{name} looks like {what}; {fix}. "
+                return f"{name} looks like {what}; save it as {fix}. "
     return ""
 
 
 def format_of(file: Location, head: bytes = b"") -> Format | None:
     """The format of a file of this name whose content begins like this."""
-    return next(
-        (
-            kind
-            for kind in _FORMATS
-            if file.name.endswith(kind.suffixes) or (kind.magic and head.startswith(kind.magic))
-        ),
-        None,
-    )
+    for kind in _FORMATS:
+        if file.name.endswith(kind.suffixes) or (kind.magic and head.startswith(kind.magic)):
+            return kind
+    return None
 
 
 def open_checkpoint(
@@ -295,14 +288,12 @@ def _in_snapshot(snapshot: Path | None, key: str) -> Path | None:
         files = [file.parent / name for file in there for name in split_names(file.name)]
         for file in files:
             kind = format_of(file)
-            if kind is not None and kind.shards:
-                index = Contents(file)
-                shards = index.by_shard(file, weight_map(read_json_file(file), file), grouped=kind.grouped)
-                index.checkpoint()
-                require_shards(file, [shard_path(file, shard) for shard in shards])
+            shards = indexed_shards(file) if kind is not None and kind.shards else []
+            if not all(each.is_file() for each in (file, *shards)):
+                return None
     except CheckpointError:
         return None
-    return where if files and all(file.is_file() for file in files) else None
+    return where if files else None
 
 
 def weight_files(folder: Location) -> Sequence[Location]:
@@ -333,7 +324,7 @@ def find_contents(where: Location) -> Contents:
         if found.problems:
             return found
         if files and files[0].suffix == ".safetensors":
-            found.add_loose(where, files, SafetensorsFile)
+            found.add_loose(files, SafetensorsFile)
             return found
     if not files:
         return _without_weight_files(where)
@@ -344,14 +335,14 @@ def find_contents(where: Location) -> Contents:
         found.index, found.format = file, kind.name
         try:
             content = read_json_file(file)
-            weights = weight_map(content, file)
+            index = Index(file, file.name, weight_map(content, file), kind.grouped)
         except CheckpointError as error:
             found.problem(str(error), file)
             # What is stored alongside is shown all the same.
-            found.add_loose(file.parent, sorted(file.parent.glob(f"*{kind.shards}")), kind.open)
+            found.add_loose(sorted(file.parent.glob(f"*{kind.shards}")), kind.open)
             return found
         found.metadata = content.get("metadata")
-        found.add_indexed(file, weights, kind.open, grouped=kind.grouped)
+        found.add_indexed(index, kind.open)
         return found
     found.format = "unknown" if kind is None else kind.name
     with found.noting(file if there else None):
@@ -371,7 +362,7 @@ def _without_weight_files(where: Location) -> Contents:
     found, item = Contents(where, "orbax"), None
     with found.noting():
         if (item := find_item(where)) is not None:
-            found.add(open_orbax(where, item))
+            found.add(OrbaxCheckpoint(where, item))
     if item is not None or found.problems:
         return found
     if (step := newest_step(where)) is not None:
@@ -554,11 +545,11 @@ def inspect_checkpoint(
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     if verify:
         found.verify()
-    counts = Counter(tensor.file for tensor in found.tensors.values())
     names = {file: found.relative(file) for file in found.files}
-    files = [FileSummary(names[file], found.size(file), counts[names[file]], found.files[file]) for file in names]
+    counts = Counter(tensor.file for tensor in found.tensors.values())
+    files = tuple(FileSummary(names[f], found.size(f), counts[names[f]], found.files[f]) for f in names)
     tensors, problems = tuple(found.tensors.values()), tuple(found.problems)
-    return CheckpointSummary(str(found.where), contents.format, found.metadata, tuple(files), tensors, problems)
+    return CheckpointSummary(str(found.where), contents.format, found.metadata, files, tensors, problems)
 
 
 class _Inspection:
@@ -573,17 +564,14 @@ class _Inspection:
         self.tensors: dict[str, TensorSummary] = {}
         self.problems: list[Problem] = []
         self.add_metadata(contents.metadata)
-        for message, file in contents.problems:
+        for message, file, _ in contents.problems:
             self.problem(message, file)
 
     def add(self, checkpoint: Checkpoint, names: Iterable[str]) -> None:
         """Notes the tensors of a file, and that some were found before."""
         path = checkpoint.path
         self.files.update(dict.fromkeys(content_files(checkpoint), ()))
-        try:
-            self.add_metadata(checkpoint.metadata)
-        except LazyModelError as error:
-            self.problem(str(error), path)
+        self.add_metadata(checkpoint.metadata)
         again: dict[str, list[str]] = {}
         texts: dict[Any, str] = {}  # a million tensors may be in one file, and have one dtype
         for name in names:
@@ -626,7 +614,8 @@ class _Inspection:
     def verify(self) -> None:
         """Compares the files with the hashes that are stated for them."""
         try:
-            hashes, wrong = find_mismatches([file for file in self.files if self.size(file)], self.root)
+            hashes = stated_hashes([file for file in self.files if self.size(file)], True, self.root)
+            wrong = mismatches({file: known for file, known in hashes.items() if known}, self.root)
         except LazyModelError as error:
             self.problem(str(error))
             return

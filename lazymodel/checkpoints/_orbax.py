@@ -1,11 +1,6 @@
-"""The arrays of an Orbax item, read with tensorstore alone.
+"""Orbax checkpoints on disk: which step a folder means, which item of it, and its arrays, read with tensorstore alone.
 
-A zarr array is cut into chunks, and a chunk that was never stored means zeros. Orbax says in `_METADATA` that it
-stores those too; then a chunk that is not there was lost, and is an error here rather than a weight of zeros.
 Nothing is read through Orbax, whose checkpointers restore whole trees. tensorstore is imported on first use.
-
-Orbax checkpoints on disk: which step a folder means, which item of it, and which leaves that has.
-
 Layouts, as Orbax 0.11 and newer write them through its `ocp.*` and `ocp.v1` interfaces:
 
 - A *root* holds steps: `12`, `step_12`, `checkpoint_0012`. Names with `.orbax-checkpoint-tmp` were never committed, and
@@ -16,13 +11,15 @@ Layouts, as Orbax 0.11 and newer write them through its `ocp.*` and `ocp.v1` int
   of the OCDBT database at `manifest.ocdbt` (https://google.github.io/tensorstore/kvstore/ocdbt/), into which the
   databases of several writers (`ocdbt.process_0`, …) are merged.
 
-Orbax refuses to save arrays without elements. The tree has None where such an array belongs, which Orbax restores as
-None, and the custom metadata of the tree says what is there: path, keys joined by `/` → dtype and shape.
+A chunk of an array that was never stored means zeros. Orbax says in `_METADATA` that it stores those too; then a chunk
+that is not there was lost, and is an error here rather than a weight of zeros. Orbax refuses to save arrays without
+elements: the tree has None in their place, and its custom metadata has path, keys joined by `/` → dtype and shape.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import math
@@ -30,8 +27,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -41,12 +37,22 @@ from lazymodel._remote.reader import source_of
 from lazymodel._remote.tensorstore import kvstore
 from lazymodel._show.text import listed
 from lazymodel._tensors.boxes import Box, box_shape, shift
-from lazymodel._tensors.buffers import Convert, Workspace, assign
+from lazymodel._tensors.buffers import Steps, Workspace, assign
 from lazymodel._tensors.byte_reader import SAMPLES, ByteReader
 from lazymodel._tensors.lazy import LazyTensor, lazy
 from lazymodel._tensors.tensor_source import ArrayTensor, TensorSource
 from lazymodel.checkpoints._checkpoint import Checkpoint
-from lazymodel.checkpoints._untrusted import check_pointer, counts, files_inside, is_number, read_json_file, reading
+from lazymodel.checkpoints._untrusted import (
+    check_pointer,
+    counts,
+    files_inside,
+    is_number,
+    mismatch,
+    read_json_file,
+    reading,
+)
+
+T = TypeVar("T")
 
 METADATA = "_METADATA"
 MANIFEST = "manifest.ocdbt"
@@ -59,6 +65,7 @@ _COMMITTED = "commit_success.txt"
 _OWN = frozenset(
     (METADATA, _STEP_METADATA, MANIFEST, _V1_MARK, _COMMITTED, "_sharding", "_strings.json", "array_metadatas", "d")
 )
+_WAIT = "wait until saving has finished, or open another folder"
 _UNFINISHED = ".orbax-checkpoint-tmp"
 _STEP = re.compile(r"(?:(.+)_)?(\d+)")
 _ALONE = "value"  # the name of a tree that is one array, as in an abstract model
@@ -79,10 +86,8 @@ def find_item(folder: Location) -> Location | None:
         if steps := _steps(folder):
             folder = _newest(folder, steps)
         elif unfinished := [child.name for child in _folders(folder) if _UNFINISHED in child.name]:
-            raise CheckpointError(
-                f"{folder}: expected a committed Orbax checkpoint, found only unfinished ones "
-                f"({listed(unfinished)}). Wait until saving has finished, or open another folder."
-            )
+            found = f"only unfinished ones ({listed(unfinished)})"
+            raise mismatch(folder, "a committed Orbax checkpoint", found, _WAIT)
     if _is_item(folder):
         _require_committed(folder)
         return folder
@@ -103,13 +108,11 @@ def find_item(folder: Location) -> Location | None:
     if len(arrays) == 1:
         return arrays[0]
     if arrays:
-        raise CheckpointError(
-            f"{folder} has {len(arrays)} items that hold arrays; open one of "
-            f"{', '.join(repr(str(child)) for child in arrays)}"
-        )
+        names = ", ".join(repr(str(child)) for child in arrays)
+        raise CheckpointError(f"{folder} has {len(arrays)} items that hold arrays; open one of {names}")
     found = listed(sorted(child.name for child in _folders(folder)))
-    hint = "Wait until saving has finished." if unfinished else "Copy the whole checkpoint again."
-    raise CheckpointError(f"{folder}: expected an Orbax item that holds arrays, found {found or 'no folders'}. {hint}")
+    fix = _WAIT if unfinished else "copy the whole checkpoint again"
+    raise mismatch(folder, "an Orbax item that holds arrays", found or "no folders", fix)
 
 
 def foreign_entries(folder: Location) -> list[str]:
@@ -159,16 +162,12 @@ def _steps(folder: Location) -> list[tuple[int, str, Location]]:
 def _newest(folder: Location, steps: list[tuple[int, str, Location]]) -> Location:
     prefixes = sorted({prefix for _, prefix, _ in steps})
     if len(prefixes) > 1:
-        raise CheckpointError(
-            f"{folder} has steps of several runs, with the prefixes {prefixes}; open one of "
-            f"{listed(repr(str(path)) for *_, path in steps)}"
-        )
+        paths = listed(repr(str(path)) for *_, path in steps)
+        raise CheckpointError(f"{folder} has steps of several runs, with the prefixes {prefixes}; open one of {paths}")
     committed = [(number, path) for number, _, path in steps if _unfinished(path) is None]
     if not committed:
-        raise CheckpointError(
-            f"{folder}: expected a committed step, found {len(steps)} that were never committed, {steps[0][2].name} "
-            "the newest. Wait until saving has finished, or open another folder."
-        )
+        found = f"{len(steps)} that were never committed, {steps[0][2].name} the newest"
+        raise mismatch(folder, "a committed step", found, _WAIT)
     same = [path.name for number, path in committed if number == committed[0][0]]
     if len(same) > 1:
         raise CheckpointError(f"{folder} has step {committed[0][0]} more than once: {same}; open one of these folders")
@@ -177,10 +176,7 @@ def _newest(folder: Location, steps: list[tuple[int, str, Location]]) -> Locatio
 
 def _require_committed(folder: Location) -> None:
     if reason := _unfinished(folder):
-        raise CheckpointError(
-            f"{folder} is half written: expected a committed checkpoint, found that {reason}. Wait until saving has "
-            "finished, or open another step."
-        )
+        raise mismatch(f"{folder} is half written", "a committed checkpoint", f"that {reason}", _WAIT)
 
 
 def _unfinished(folder: Location) -> str | None:
@@ -199,63 +195,41 @@ def _unfinished(folder: Location) -> str | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class TreeLeaf:
-    """A leaf of a tree: its path, and its type."""
-
-    keys: tuple[str, ...]
-    kind: str = "jax.Array"
-
-    @property
-    def name(self) -> str:
-        """The name of its tensor."""
-        return "/".join(self.keys) or _ALONE
-
-    @property
-    def stored_as(self) -> str:
-        """The name of its array in the storage."""
-        return ".".join(self.keys)
-
-
-@dataclasses.dataclass(frozen=True)
 class Tree:
-    """The content of `_METADATA`: leaves, tensors without elements, and other fields."""
+    """The content of `_METADATA`: leaves by path with the types of their values, tensors without elements, and more."""
 
-    leaves: list[TreeLeaf]
+    leaves: list[tuple[tuple[str, ...], str]]
     empty: dict[str, LazyTensor]
     fields: dict[str, Any]
 
     @property
     def stores_arrays(self) -> bool:
         """True if any leaf is stored as an array, or may be."""
-        return any(leaf.kind not in _TEXT_OR_EMPTY for leaf in self.leaves)
+        return any(kind not in _TEXT_OR_EMPTY for _, kind in self.leaves)
 
     def names(self, item: Location, arrays: Mapping[str, Any]) -> dict[str, str]:
         """Names of the tensors → names of their arrays in the storage, which are all of the arrays there must be."""
         names: dict[str, str] = {}
         owners: dict[str, tuple[str, ...]] = {}
-        for leaf in self.leaves:
-            if leaf.stored_as in arrays and leaf.kind not in _TEXT_OR_EMPTY:
-                if leaf.stored_as in owners or leaf.name in names:
-                    other = owners.get(leaf.stored_as) or owners[names[leaf.name]]
-                    raise CheckpointError(
-                        f"{item / METADATA}: expected paths that differ when their keys are joined by '.', as they are "
-                        f"stored, and by '/', as they are named here; found {other} and {leaf.keys}. Rename one of "
-                        "them and save again."
-                    )
-                names[leaf.name] = leaf.stored_as
-                owners[leaf.stored_as] = leaf.keys
-        if missing := [leaf.name for leaf in self.leaves if leaf.kind in _ARRAYS and leaf.stored_as not in arrays]:
-            hint = "Copy the whole checkpoint again."
+        missing: list[str] = []
+        for keys, kind in self.leaves:
+            name, stored_as = "/".join(keys) or _ALONE, ".".join(keys)
+            if stored_as not in arrays:
+                missing += [name] * (kind in _ARRAYS)
+            elif kind not in _TEXT_OR_EMPTY:
+                if stored_as in owners or name in names:
+                    expected = "paths that differ when their keys are joined by '.', and by '/'"
+                    found = f"{owners.get(stored_as) or owners[names[name]]} and {keys}"
+                    raise mismatch(item / METADATA, expected, found, "rename one of them and save again")
+                names[name], owners[stored_as] = stored_as, keys
+        if missing:
+            fix = "copy the whole checkpoint again"
             if (item / "checkpoint").is_file():
-                hint = "They are in the 'checkpoint' file of an old Orbax: restore it with Orbax and save it again."
-            raise CheckpointError(
-                f"{item}: expected {len(self.leaves)} arrays and values, found none stored for {len(missing)}: "
-                f"{listed(missing)}. {hint}"
-            )
+                fix = "they are in the 'checkpoint' file of an old Orbax: restore it with Orbax and save it again"
+            expected = f"{len(self.leaves)} arrays and values"
+            raise mismatch(item, expected, f"none stored for {len(missing)}: {listed(missing)}", fix)
         if twice := sorted(self.empty.keys() & names.keys()):
-            raise CheckpointError(
-                f"{item / METADATA}: expected each tensor once, found {twice[0]!r} twice; it is corrupt"
-            )
+            raise mismatch(item / METADATA, "each tensor once", f"{twice[0]!r} twice")
         return names
 
 
@@ -267,38 +241,19 @@ def read_tree(item: Location) -> Tree | None:
     fields = read_json_file(file)
     tree = fields.pop("tree_metadata", None)
     if not isinstance(tree, dict):
-        keys = listed(map(repr, sorted(fields)))
-        raise CheckpointError(f"{file}: expected a 'tree_metadata' object, found keys {keys}")
-    leaves: list[TreeLeaf] = []
+        raise mismatch(file, "a 'tree_metadata' object", f"keys {listed(map(repr, sorted(fields)))}")
+    leaves: list[tuple[tuple[str, ...], str]] = []
     for path, entry in cast("dict[str, Any]", tree).items():
         try:
             keys = tuple(part["key"] for part in entry["key_metadata"])
             kind = entry["value_metadata"]["value_type"]
+            if not all(isinstance(text, str) for text in (kind, *keys)):
+                raise TypeError("keys and types are text")
         except (TypeError, KeyError) as error:
-            raise CheckpointError(
-                f"{file}: expected 'key_metadata' and 'value_metadata' of leaf {path}, found {entry!r}; it is corrupt"
-            ) from error
-        if not isinstance(kind, str) or not all(isinstance(key, str) for key in keys):
-            raise CheckpointError(f"{file}: expected text for keys and type of leaf {path}, found {entry!r}")
-        leaves.append(TreeLeaf(keys, kind))
+            expected = f"'key_metadata' and 'value_metadata' of leaf {path}, as text"
+            raise mismatch(file, expected, repr(entry)) from error
+        leaves.append((keys, kind))
     return Tree(leaves, _zero_size_tensors(fields.get("custom_metadata"), file), fields)
-
-
-def require_complete(item: Location, tree: Tree | None, files: list[str]) -> None:
-    """Raises CheckpointError where an item has no arrays, or has lost the index of its arrays."""
-    if tree is not None and not tree.stores_arrays:
-        if not tree.empty:
-            raise CheckpointError(
-                f"{item}: expected arrays, found a tree of {len(tree.leaves)} leaves without any; open another item or "
-                "step"
-            )
-        return
-    ocdbt = (tree and tree.fields.get("use_ocdbt")) or any(name.startswith(_PROCESS) for name in files)
-    if ocdbt and not (item / MANIFEST).exists():
-        raise CheckpointError(
-            f"{item}: expected {MANIFEST}, the index of its arrays, found none; the checkpoint was not copied "
-            "completely, or saving it never finished. Copy it again, or open another step."
-        )
 
 
 def zero_size_metadata(arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -310,21 +265,16 @@ def zero_size_metadata(arrays: Mapping[str, Any]) -> dict[str, Any]:
 def _zero_size_tensors(custom: Any, file: Location) -> dict[str, LazyTensor]:
     found: Any = cast("dict[str, Any]", custom).get(_ZERO_SIZE, {}) if isinstance(custom, dict) else {}
     try:
-        return {name: lazy(_zero_size(*entry), name) for name, entry in found.items()}
+        tensors: dict[str, LazyTensor] = {}
+        for name, (kind, extents) in found.items():
+            dtype, shape = np.dtype(kind), counts(extents)
+            if dtype.name != kind or not is_number(dtype) or shape is None or math.prod(shape):
+                raise ValueError(f"{kind!r} of shape {extents!r}"[:80])
+            tensors[name] = lazy(np.empty(shape, dtype), name)
+        return tensors
     except (AttributeError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{file}: expected dtypes and shapes of arrays without elements in {_ZERO_SIZE!r}, found {error}; it is "
-            "corrupt"
-        ) from error
-
-
-def _zero_size(name: str, extents: Any) -> np.ndarray:
-    dtype, shape = np.dtype(name), counts(extents)
-    if dtype.name != name or not is_number(dtype):
-        raise ValueError(f"dtype {name!r}")
-    if shape is None or math.prod(shape) != 0:
-        raise ValueError(f"shape {extents!r}"[:80])
-    return np.empty(shape, dtype)
+        expected = f"dtypes and shapes of arrays without elements in {_ZERO_SIZE!r}"
+        raise mismatch(file, expected, error) from error
 
 
 # A chunk is in memory up to three times: as stored (at worst as large as decoded), decoded, and as the copy that is
@@ -335,7 +285,7 @@ _BATCH = 64 << 20
 # Bytes of a chunk from which it is kept for the next box that needs a part of it. Below, the pieces that streams ask
 # for are larger than the chunk, and most of each chunk is used the first time.
 _KEEP = 4 << 20
-_KEPT = 2  # chunks: one of the tensor that is being read, one of the next, which other threads have begun
+_KEPT = 2  # arrays with a kept chunk: the one that is being read, and the next, which other threads have begun
 _LOOK = 0.1  # seconds between two looks at whether what is read is still waited for
 _FILE_THREADS = 8  # reads in flight in tensorstore; streams come with threads of their own
 _TREE_CACHE = 16 << 20  # bytes for nodes of an OCDBT database, which would otherwise be read once a chunk
@@ -354,37 +304,49 @@ def _tensorstore() -> Any:
     return tensorstore
 
 
-def _code(error: Exception) -> str:
-    """The kind of a remote failure in one word: its text has URLs with signatures, and the server's text."""
-    found = re.match("[A-Z_]+(?=:)", str(error))
-    return found[0] if found else type(error).__name__
+def _attempt(function: Callable[[], T], failed: str, remote: bool) -> T:
+    """The result of a function of tensorstore's; CheckpointError if that fails."""
+    try:
+        return function()
+    except _FAILURES as error:
+        if not remote:
+            raise CheckpointError(f"{failed}: {error}. It is truncated or corrupt; copy it again.") from error
+        # Its text has URLs with signatures, and the server's text: only its code is shown.
+        code = found[0] if (found := re.match("[A-Z_]+(?=:)", str(error))) else type(error).__name__
+    raise CheckpointError(f"{failed}: {code}. It is truncated or corrupt, or the store refuses access.")
 
 
-def open_orbax(path: Location, item: Location) -> OrbaxCheckpoint:
-    """Opens an item that `find_item` found."""
-    files = files_inside(item)
-    tree = read_tree(item)
-    require_complete(item, tree, files)
-    ocdbt = (item / MANIFEST).exists()
-    if ocdbt:
-        check_pointer(item / MANIFEST)
-    store = _Store(item, ocdbt, files)
-    arrays = store.arrays()
-    if tree is None:
-        # The only names are those of the storage, in which a dot of a key looks like a step into the tree.
-        tree = Tree([TreeLeaf(tuple(name.split(".")) if name else ()) for name in arrays], {}, {})
-    names = {name: (stored_as, arrays[stored_as]) for name, stored_as in tree.names(item, arrays).items()}
-    complete = bool(tree.fields.get("store_array_data_equal_to_fill_value", False))
-    return OrbaxCheckpoint(path, store, names, complete, tree.empty)
+class OrbaxCheckpoint(Checkpoint):
+    """An Orbax item: the path of a leaf in the saved tree, its keys joined by `/`, → its tensor.
 
+    Lists and tuples have their positions as keys: `layers/0/kernel`. A tree that is one array is named `value`.
+    Numbers are tensors without dimensions; text, None and empty containers have no tensor. A `jax.random.key` is its
+    key data, uint32. Where `_METADATA` is missing, names are those of the storage, with every dot read as a `/`.
 
-class _Store:
-    """The keys and arrays of an item, through tensorstore."""
+    Reading decodes whole chunks; of the last two arrays whose large chunks are needed in parts, one is kept until the
+    stream has what it wants of the tensor, or `close`. A tensor that was saved in shards across those that it is read
+    in is decoded more than once.
 
-    def __init__(self, item: Location, ocdbt: bool, files: list[str]) -> None:
-        self.item = item
-        self.places = [item / name for name in files]
-        ts = _tensorstore()
+    `item` is the folder that the tensors are in, which `find_item` found: `path`, or somewhere inside.
+    """
+
+    format = "orbax"
+
+    def __init__(self, path: Location, item: Location) -> None:
+        tree, files = read_tree(item), files_inside(item)
+        self._item, self.item, self._places = item, str(item), [item / name for name in files]
+        self._remote, ocdbt = isinstance(item, RemotePath), (item / MANIFEST).exists()
+        needs_index = (tree and tree.fields.get("use_ocdbt")) or any(name.startswith(_PROCESS) for name in files)
+        if tree is not None and not tree.stores_arrays:
+            if not tree.empty:
+                found = f"a tree of {len(tree.leaves)} leaves without any"
+                raise mismatch(item, "arrays", found, "open another item or step")
+        elif needs_index and not ocdbt:
+            fix = "saving never finished, or not all was copied. Copy it again, or open another step"
+            raise mismatch(item, f"{MANIFEST}, the index of its arrays,", "none", fix)
+        if ocdbt:
+            check_pointer(item / MANIFEST)
+        ts, base = _tensorstore(), kvstore(item)
         # Nothing is cached but OCDBT's own nodes: every decoded chunk is the memory of the read that needs it.
         self._context = ts.Context(
             {
@@ -394,63 +356,89 @@ class _Store:
                 "file_io_concurrency": {"limit": _FILE_THREADS},
             }
         )
-        base = kvstore(item)
         self._kvstore = {"driver": "ocdbt", "base": base, "cache_pool": "cache_pool#ocdbt"} if ocdbt else base
+        self._keys = frozenset(files)
         if ocdbt:
-            listed = self._told(
+            keys = _attempt(
                 lambda: ts.KvStore.open(self._kvstore, context=self._context).result().list().result(),
                 f"{item / MANIFEST}: expected the index of an OCDBT database, found one that cannot be read",
-                "truncated or corrupt",
+                self._remote,
             )
-            self._keys = frozenset(key.decode() for key in listed)
-        else:
-            self._keys = frozenset(files)
+            self._keys = frozenset(key.decode() for key in keys)
+        # Name in the storage → the file or key that describes the array.
+        parts = (key.rpartition("/") for key in sorted(self._keys))
+        arrays = {stored: mark for stored, _, mark in parts if mark in DRIVERS}
+        if tree is None:
+            # The only names are those of the storage, in which a dot of a key looks like a step into the tree.
+            tree = Tree([(tuple(name.split(".")) if name else (), "jax.Array") for name in arrays], {}, {})
+        self._stored = {name: (stored, arrays[stored]) for name, stored in tree.names(item, arrays).items()}
+        self._complete = bool(tree.fields.get("store_array_data_equal_to_fill_value", False))
+        first = [item / MANIFEST, item / METADATA, *self._places]
+        self._source = source_of(next(file for file in first if file.exists()))
+        if not ocdbt:  # whose manifest names files that are written once
+            self._source.fingerprint = self._fingerprint
+        super().__init__(path, [*self._stored, *tree.empty], [self._source])
+        self._tensors.update(tree.empty)
+        self._order = {name: index for index, name in enumerate(self._stored)}
+        self._kept = _Kept()
+        self._warned = False
 
-    def arrays(self) -> dict[str, str]:
-        """Stored name → the file or key that describes the array, sorted by name."""
-        found: dict[str, str] = {}
-        for key in sorted(self._keys):
-            folder, _, mark = key.rpartition("/")
-            if mark in DRIVERS:
-                found[folder] = mark
-        return found
+    @property
+    def files(self) -> list[str]:
+        """Paths of the item's files."""
+        return sorted(map(str, self._places))
 
-    def open(self, stored_as: str, mark: str, complete: bool) -> Any:
-        """An array as a `tensorstore.TensorStore`, for reading."""
-        kvstore = dict(self._kvstore)
+    def _open(self, name: str, cached: int = 0) -> Any:
+        """An array as a `tensorstore.TensorStore`, for reading, with a cache of so many bytes for its chunks."""
+        ts, (stored_as, mark) = _tensorstore(), self._stored[name]
+        store = dict(self._kvstore)
         prefix = f"{stored_as}/" if stored_as else ""
-        kvstore["path"] = cast(str, kvstore.get("path", "")) + prefix
-        spec = {"driver": DRIVERS[mark], "kvstore": kvstore, "fill_missing_data_reads": not complete}
-        return self._told(
-            lambda: _tensorstore().open(spec, context=self._context, open=True, read=True).result(),
+        store["path"] = cast(str, store.get("path", "")) + prefix
+        spec = {"driver": DRIVERS[mark], "kvstore": store, "fill_missing_data_reads": not self._complete}
+        context = self._context
+        if cached:
+            spec["recheck_cached_data"] = False
+            context = ts.Context({"cache_pool": {"total_bytes_limit": cached}}, context)
+        return _attempt(
+            lambda: ts.open(spec, context=context, open=True, read=True).result(),
             f"{self.item}: expected an array that {prefix}{mark} describes, found one that cannot be opened",
-            "corrupt",
+            self._remote,
         )
 
-    def fingerprint(self, count: int = SAMPLES) -> str:
-        """A fingerprint of the files, as `ByteReader.fingerprint`."""
-        digest = hashlib.blake2b(digest_size=8)
-        for place in self.places:
-            known = place.store.known(place.key) if isinstance(place, RemotePath) else None
-            if known is not None and known.etag is not None:
-                digest.update(f"{known.size} {known.etag}\0".encode())
-            else:
-                digest.update(source_of(place).fingerprint(count // len(self.places)).encode())
-        return f"{len(self.places)} files, sampled content {digest.hexdigest()}"
-
-    def _told(self, function: Callable[[], Any], failed: str, what: str) -> Any:
+    def _tensor(self, name: str) -> LazyTensor:
+        what, array = f"{self.item}: array {name!r}", self._open(name)
+        shape = tuple(int(extent) for extent in array.shape)
         try:
-            return function()
-        except _FAILURES as error:
-            if isinstance(self.item, Path):
-                raise CheckpointError(f"{failed} ({error}); it is {what}. Copy the checkpoint again.") from error
-            code = _code(error)
-        raise CheckpointError(f"{failed} ({code}); it is {what}, or the store refuses access.")
+            dtype = np.dtype(array.dtype.numpy_dtype)
+        except _FAILURES:
+            dtype = np.dtype(object)
+        if not is_number(dtype):
+            raise mismatch(what, "numbers", array.dtype.name, "they cannot be weights")
+        if not math.prod(shape):
+            return LazyTensor(ArrayTensor(np.empty(shape, dtype), name))
+        chunk = tuple(array.chunk_layout.read_chunk.shape or ())
+        if any(step > extent for step, extent in zip(chunk, shape, strict=True)):
+            raise mismatch(what, f"chunks inside its shape {list(shape)}", f"chunks of {list(chunk)}")
+        missing = self._missing_chunks(name, array)
+        if missing and self._complete:
+            found = f"at least {missing} missing, which would be read as zeros"
+            raise mismatch(what, "every chunk to be stored", found, "copy the checkpoint again")
+        if missing and not self._warned:
+            self._warned = True
+            warn(
+                f"{what} is missing {missing} of its chunks, which are read as zeros. The Orbax that wrote it left out "
+                "chunks of zeros, so lost ones look the same; save it with a newer Orbax to be sure."
+            )
+        leaf = ChunkedTensor(name, array, dtype, chunk, self._source, self._kept, functools.partial(self._open, name))
+        leaf.file, leaf.offset = self.item, self._order[name]
+        return LazyTensor(leaf)
 
-    def missing_chunks(self, stored_as: str, shape: tuple[int, ...], chunk: tuple[int, ...], metadata: Any) -> int:
+    def _missing_chunks(self, name: str, array: Any) -> int:
         """How many chunks of an array are not stored (zarr 2: "Storage"; zarr 3: "chunk key encoding")."""
+        stored_as, metadata = self._stored[name][0], array.spec().to_json()["metadata"]
         prefix = f"{stored_as}/" if stored_as else ""
-        counts = [-(-extent // step) for extent, step in zip(shape, chunk, strict=True)]
+        steps = tuple(array.chunk_layout.write_chunk.shape or ())
+        counts = [-(-extent // step) for extent, step in zip(array.shape, steps, strict=True)]
         total = math.prod(counts)
         if total > len(self._keys):
             return total - len(self._keys)  # at least; nothing that is declared is enumerated before it is plausible
@@ -466,83 +454,16 @@ class _Store:
         grid = itertools.product(*(range(count) for count in counts))
         return sum(f"{prefix}{head}{separator.join(map(str, index))}" not in self._keys for index in grid)
 
-
-class OrbaxCheckpoint(Checkpoint):
-    """An Orbax item: the path of a leaf in the saved tree, its keys joined by `/`, → its tensor.
-
-    Lists and tuples have their positions as keys: `layers/0/kernel`. A tree that is one array is named `value`.
-    Numbers are tensors without dimensions; text, None and empty containers have no tensor. A `jax.random.key` is its
-    key data, uint32. Where `_METADATA` is missing, names are those of the storage, with every dot read as a `/`.
-
-    Reading decodes whole chunks; of large ones that are needed in parts, the last two are kept until all of each was
-    read, the stream has what it wants of the tensor, or `close`. A tensor that was saved in shards across those that it
-    is read in is decoded more than once.
-
-    `item` is the folder that the tensors are in, which is `path` or somewhere inside.
-    """
-
-    format = "orbax"
-
-    def __init__(
-        self,
-        path: Location,
-        store: _Store,
-        names: dict[str, tuple[str, str]],
-        complete: bool,
-        empty: dict[str, LazyTensor],
-    ) -> None:
-        first = [store.item / MANIFEST, store.item / METADATA, *store.places]
-        source = source_of(next(file for file in first if file.exists()))
-        if source.path != str(store.item / MANIFEST):  # which names files that are written once
-            source.fingerprint = store.fingerprint
-        super().__init__(path, [*names, *empty], [source])
-        self._tensors.update(empty)
-        self.item = str(store.item)
-        self._store, self._source, self._complete = store, source, complete
-        self._stored = names  # name → name in the storage, and the file or key that describes the array
-        self._order = {name: index for index, name in enumerate(names)}
-        self._kept = _Kept()
-        self._warned = False
-
-    @property
-    def files(self) -> list[str]:
-        """Paths of the item's files."""
-        return sorted(map(str, self._store.places))
-
-    def _tensor(self, name: str) -> LazyTensor:
-        stored_as, mark = self._stored[name]
-        what = f"{self.item}: array {name!r}"
-        array = self._store.open(stored_as, mark, self._complete)
-        shape = tuple(int(extent) for extent in array.shape)
-        try:
-            dtype = np.dtype(array.dtype.numpy_dtype)
-        except _FAILURES as error:
-            raise CheckpointError(f"{what}: expected numbers, found {array.dtype.name}") from error
-        if not is_number(dtype):
-            raise CheckpointError(f"{what}: expected numbers, found {array.dtype.name}, which cannot be weights")
-        if not math.prod(shape):
-            return LazyTensor(ArrayTensor(np.empty(shape, dtype), name))
-        chunk = tuple(array.chunk_layout.read_chunk.shape or ())
-        if any(step > extent for step, extent in zip(chunk, shape, strict=True)):
-            raise CheckpointError(
-                f"{what}: expected chunks inside its shape {list(shape)}, found chunks of {list(chunk)}; it is corrupt"
-            )
-        stored_chunk = tuple(array.chunk_layout.write_chunk.shape or ())
-        missing = self._store.missing_chunks(stored_as, shape, stored_chunk, array.spec().to_json()["metadata"])
-        if missing and self._complete:
-            raise CheckpointError(
-                f"{what}: expected every chunk to be stored, found at least {missing} missing; they would be read as "
-                "zeros. Copy the checkpoint again."
-            )
-        if missing and not self._warned:
-            self._warned = True
-            warn(
-                f"{what} is missing {missing} of its chunks, which are read as zeros. The Orbax that wrote it left out "
-                "chunks of zeros, so lost ones look the same; save it with a newer Orbax to be sure."
-            )
-        leaf = ChunkedTensor(name, array, dtype, chunk, self._source, self._kept)
-        leaf.file, leaf.offset = self.item, self._order[name]
-        return LazyTensor(leaf)
+    def _fingerprint(self, count: int = SAMPLES) -> str:
+        """A fingerprint of the files, as `ByteReader.fingerprint`."""
+        digest = hashlib.blake2b(digest_size=8)
+        for place in self._places:
+            known = place.store.known(place.key) if isinstance(place, RemotePath) else None
+            if known is not None and known.etag is not None:
+                digest.update(f"{known.size} {known.etag}\0".encode())
+            else:
+                digest.update(source_of(place).fingerprint(count // len(self._places)).encode())
+        return f"{len(self._places)} files, sampled content {digest.hexdigest()}"
 
     def close(self) -> None:
         self._kept.clear()
@@ -552,39 +473,37 @@ class OrbaxCheckpoint(Checkpoint):
 class ChunkedTensor(TensorSource):
     """A zarr array, read through tensorstore in boxes made of whole chunks.
 
-    `chunk` is the smallest box that can be decoded alone (in zarr 3, an inner chunk of a shard).
+    `chunk` is the smallest box that can be decoded alone (in zarr 3, an inner chunk of a shard). `reopen` opens the
+    array with a cache of some bytes.
     """
 
     def __init__(
-        self, name: str, array: Any, dtype: np.dtype[Any], chunk: tuple[int, ...], source: ByteReader, kept: _Kept
+        self,
+        name: str,
+        array: Any,
+        dtype: np.dtype[Any],
+        chunk: tuple[int, ...],
+        source: ByteReader,
+        kept: _Kept,
+        reopen: Callable[[int], Any],
     ) -> None:
         self.name, self.file, self.shape, self.dtype, self.chunk = name, source.path, tuple(array.shape), dtype, chunk
         self.offset, self.origin = 0, source
-        nbytes = math.prod(chunk) * dtype.itemsize
-        self._keep = nbytes >= _KEEP
-        self.min_scratch_nbytes = (_COPIES + (_KEPT - 1 if self._keep else 0)) * nbytes
+        self._nbytes = math.prod(chunk) * dtype.itemsize
+        self._keep = self._nbytes >= _KEEP
+        self.min_scratch_nbytes = (_COPIES + (_KEPT - 1 if self._keep else 0)) * self._nbytes
         # Kept chunks of whole rows are as good in small pieces; others are needed all at once.
         self.row_step = 1 if not chunk or (self._keep and chunk[1:] == self.shape[1:]) else chunk[0]
-        self._array, self._source, self._kept = array, source, kept
+        self._array, self._source, self._kept, self._reopen = array, source, kept, reopen
 
     def readers(self) -> tuple[ByteReader, ...]:
         return (self._source,)
 
-    def fill_box(self, box: Box, out: np.ndarray, steps: tuple[Convert, ...], workspace: Workspace) -> None:
+    def fill_box(self, box: Box, out: np.ndarray, steps: Steps, workspace: Workspace) -> None:
         limit = 0 if self._keep else max(min(workspace.available, _COPIES * _BATCH), self.min_scratch_nbytes) // _COPIES
         for piece in _whole_chunks(box, self.chunk, limit // self.dtype.itemsize):
             target = out[(*shift(piece, box), ...)]
-            chunk = piece
-            if self._keep:  # the one that the piece begins in, as far as it is inside the array
-                chunk = tuple(
-                    slice(start := part.start - part.start % step, min(start + step, extent))
-                    for part, step, extent in zip(piece, self.chunk, self.shape, strict=True)
-                )
-            if piece != chunk:
-                key = (self.name, *(part.start for part in chunk))
-                values = self._kept.take(key, target.size, lambda chunk=chunk: self._decode(chunk))
-                assign(target, values[(*shift(piece, chunk), ...)], steps)
-            elif not steps and out.dtype == self.dtype:
+            if not steps and out.dtype == self.dtype:
                 self._read(piece, target)
             else:
                 with workspace.array(box_shape(piece), self.dtype) as values:
@@ -594,33 +513,23 @@ class ChunkedTensor(TensorSource):
         self._source.check_unchanged()
 
     def release(self) -> None:
-        if self._keep:
-            self._kept.clear(self.name)
-
-    def _decode(self, chunk: Box) -> np.ndarray:
-        values = np.empty(box_shape(chunk), self.dtype)
-        self._read(chunk, values)
-        return values
+        self._kept.clear(self.name)
 
     def _read(self, box: Box, out: np.ndarray) -> None:
-        try:
-            source = self._array[box]
+        def read() -> None:
+            array = self._array
+            if self._keep:  # with a cache for a chunk and a half: one, what tensorstore notes of it, and no second one
+                array = self._kept.array(self.name, lambda: self._reopen(3 * self._nbytes // 2))
+            source = array[box]
             if box:
                 source = source.translate_to[(0,) * len(box)]
             self._wait(_tensorstore().array(out, copy=False, write=True).write(source))
-            return
-        except _FAILURES as error:
-            self._source.check_unchanged()
-            if not self._source.remote:
-                raise CheckpointError(self._failed(str(error))) from error
-            failed = self._failed(_code(error))
-        raise CheckpointError(failed)
 
-    def _failed(self, why: str) -> str:
-        return (
-            f"cannot read array {self.name!r} of {self.file}: {why}. The checkpoint is truncated or corrupt; "
-            "copy it again."
-        )
+        try:
+            _attempt(read, f"cannot read array {self.name!r} of {self.file}", self._source.remote)
+        except CheckpointError:
+            self._source.check_unchanged()
+            raise
 
     def _wait(self, future: Any) -> None:
         while self._source.remote:
@@ -634,45 +543,28 @@ class ChunkedTensor(TensorSource):
 
 
 class _Kept:
-    """The last few decoded chunks, each until every element of it was taken once. Thread-safe.
+    """The last few arrays of which tensorstore caches a chunk. Thread-safe.
 
     A tensor that one device saved is often one chunk, and each of the devices that it is loaded to wants a part.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._chunks: dict[tuple[Any, ...], _KeptChunk] = {}
+        self._arrays: dict[str, Any] = {}
 
-    def take(self, key: tuple[Any, ...], count: int, decode: Callable[[], np.ndarray]) -> np.ndarray:
-        """A chunk of which `count` elements are taken now, decoded by the first that asks for it."""
+    def array(self, name: str, open: Callable[[], Any]) -> Any:
+        """An array with its cache, which is now the newest."""
         with self._lock:
-            chunk = self._chunks.pop(key, None) or _KeptChunk()
-            self._chunks[key] = chunk  # now the newest
-            while len(self._chunks) > _KEPT:
-                del self._chunks[next(iter(self._chunks))]
-        with chunk.decoding:
-            if chunk.values is None:
-                chunk.values = decode()
-            chunk.taken += count
-            values = chunk.values
-        with self._lock:
-            if chunk.taken >= values.size and self._chunks.get(key) is chunk:
-                del self._chunks[key]
-        return values
+            array = self._arrays.pop(name, None) or open()
+            self._arrays[name] = array
+            if len(self._arrays) > _KEPT:
+                del self._arrays[next(iter(self._arrays))]
+        return array
 
     def clear(self, name: str | None = None) -> None:
-        """Gives up the chunks of an array, or all."""
+        """Gives up the chunk of an array, or all."""
         with self._lock:
-            self._chunks = {key: chunk for key, chunk in self._chunks.items() if name not in (None, key[0])}
-
-
-@dataclasses.dataclass(eq=False)
-class _KeptChunk:
-    """A chunk, once it is decoded, and how many of its elements were taken."""
-
-    values: np.ndarray | None = None
-    taken: int = 0
-    decoding: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+            self._arrays = {key: array for key, array in self._arrays.items() if name not in (None, key)}
 
 
 def _whole_chunks(box: Box, chunk: tuple[int, ...], limit: int) -> Iterator[Box]:

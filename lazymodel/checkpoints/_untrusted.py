@@ -7,7 +7,6 @@ sections 4.3.7 and 4.4. Everything raises `CheckpointError` for what is corrupt,
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import io
 import json
@@ -30,10 +29,24 @@ from lazymodel._tensors.byte_reader import ByteReader
 
 MAX_JSON = 100 << 20  # bytes; an index of a million tensors is below this
 MAX_DIMENSIONS = 32  # NumPy 1's; no model comes near
+MAX_NBYTES = 2**63  # what NumPy can address, even where an extent of 0 leaves nothing to hold
 MAX_RATIO = 1100  # deflate cannot compress further than 1032 : 1 (https://zlib.net/zlib_tech.html)
+CORRUPT = "it is corrupt"
+TRUNCATED = "it is truncated or corrupt. Download or copy it again."
+HOSTILE = "do not trust this checkpoint"
 _MAX_PATH = 4096  # characters; what Linux takes
 _LFS = b"version https://git-lfs.github.com/spec/v1"
 _LOCAL_HEADER = 30  # bytes of a member's local file header, before its name
+
+
+def mismatch(where: object, expected: str, found: object, fix: str = CORRUPT) -> CheckpointError:
+    """The error for content that is not what it has to be."""
+    return CheckpointError(f"{where}: expected {expected}, found {found}; {fix}")
+
+
+def truncated(path: object, expected: str, found: object) -> CheckpointError:
+    """The error for a file that ends too early."""
+    return CheckpointError(f"{path} is truncated: expected {expected}, found {found}. Download or copy it again.")
 
 
 def is_number(dtype: np.dtype[Any]) -> bool:
@@ -79,16 +92,13 @@ def check_pointer(file: Location) -> bytes:
     # Only regular files are opened: a pipe would block whoever opens it, and opening a device can do anything.
     with reading(file, "open"):
         if not stat.S_ISREG(file.stat().st_mode):
-            raise CheckpointError(
-                f"{file}: expected a file, found a folder, a pipe or a device; do not trust this checkpoint"
-            )
+            raise mismatch(file, "a file", "a folder, a pipe or a device", HOSTILE)
         with file.open("rb") as stream:
             head = stream.read(512) or b""
     if head.startswith(_LFS):
         size = next((line[5:].decode() for line in head.splitlines() if line.startswith(b"size ")), "unknown")
         raise CheckpointError(
-            f"{file} is a Git LFS pointer: expected {size} bytes of weights, found {file.stat().st_size} of text. "
-            "Run `git lfs pull` in its repository."
+            f"{file} is a Git LFS pointer: expected {size} bytes of weights, found text. Run `git lfs pull`."
         )
     return head
 
@@ -97,9 +107,7 @@ def read_at_most(file: Location, limit: int, what: str) -> bytes:
     """All bytes of a file, unless they are more than a limit."""
     with reading(file):
         if (size := file.stat().st_size) > limit:
-            raise CheckpointError(
-                f"{file}: expected {what} of at most {format_bytes(limit)}, found {format_bytes(size)}"
-            )
+            raise mismatch(file, f"{what} of at most {format_bytes(limit)}", format_bytes(size))
         return file.read_bytes()
 
 
@@ -114,7 +122,7 @@ def read_json_object(data: bytes, file: str) -> dict[str, Any]:
         if len(result) < len(pairs):
             seen: set[str] = set()
             twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-            raise CheckpointError(f"{file}: expected each key once in its JSON, found {twice!r} twice; it is corrupt")
+            raise mismatch(file, "each key once in its JSON", f"{twice!r} twice")
         return result
 
     try:
@@ -123,11 +131,9 @@ def read_json_object(data: bytes, file: str) -> dict[str, Any]:
         if "\\u" in text:  # half of a surrogate pair is not a character, and fails to be written anywhere
             json.dumps(parsed, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{file}: expected a JSON object, found something else ({error}); it is corrupt"
-        ) from error
+        raise mismatch(file, "a JSON object", f"something else ({error})") from error
     if not isinstance(parsed, dict):
-        raise CheckpointError(f"{file}: expected a JSON object, found a {type(parsed).__name__}; it is corrupt")
+        raise mismatch(file, "a JSON object", f"a {type(parsed).__name__}")
     return cast("dict[str, Any]", parsed)
 
 
@@ -144,9 +150,17 @@ def weight_map(content: dict[str, Any], index: str | Location) -> dict[str, Any]
     """The `weight_map` of what an index file says (Hugging Face's and Keras' have the same layout)."""
     weights = content.get("weight_map")
     if not isinstance(weights, dict):
-        keys = reprlib.repr(sorted(content))
-        raise CheckpointError(f"{index}: expected a 'weight_map' object, found keys {keys}")
+        raise mismatch(index, "a 'weight_map' object", f"keys {reprlib.repr(sorted(content))}")
     return cast("dict[str, Any]", weights)
+
+
+def indexed_shards(index: Location) -> list[Location]:
+    """The paths of all shards that an index file lists."""
+    shards: dict[Location, None] = {}
+    for value in weight_map(read_json_file(index), index).values():
+        names = cast("list[Any]", value) if isinstance(value, list) else [value]
+        shards |= dict.fromkeys(shard_path(index, name) for name in names)
+    return list(shards)
 
 
 def leads_out(path: Path, root: Path) -> Path | None:
@@ -163,12 +177,10 @@ def leads_out(path: Path, root: Path) -> Path | None:
 def shard_path(index: Location, shard: Any) -> Location:
     """The path of a shard that an index names: in the index's own folder, and nowhere else (see `leads_out`)."""
     if not isinstance(shard, str) or not shard or "\0" in shard:
-        raise CheckpointError(f"{index}: expected a shard's file name, found {reprlib.repr(shard)}")
+        raise mismatch(index, "a shard's file name", reprlib.repr(shard))
     parts = shard.replace("\\", "/").split("/")
     if is_url(shard) or not parts[0] or ".." in parts:
-        raise CheckpointError(
-            f"{index}: expected shards inside its folder, found {shard!r}; do not trust this checkpoint"
-        )
+        raise mismatch(index, "shards inside its folder", repr(shard), HOSTILE)
     folder = index.parent
     if isinstance(folder, RemotePath):
         return folder / shard  # stores have no links
@@ -181,24 +193,18 @@ def shard_path(index: Location, shard: Any) -> Location:
     except (FileNotFoundError, NotADirectoryError):
         return path
     except (OSError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{index}: expected a shard's file name, found {reprlib.repr(shard)}, which cannot be one ({error})"
-        ) from error
+        raise mismatch(index, "a shard's file name", f"{reprlib.repr(shard)} ({error})") from error
     if target is not None:
-        raise CheckpointError(
-            f"{index}: expected shards inside its folder, but {shard!r} is a symbolic link to {target}; "
-            "copy the file into the folder if that is meant"
-        )
+        found = f"{shard!r}, which is a symbolic link to {target}"
+        raise mismatch(index, "shards inside its folder", found, "copy the file into the folder if that is meant")
     return path
 
 
 def require_shards(index: Location, paths: Sequence[Location]) -> None:
     """Raises CheckpointError listing the shards that are not there."""
     if missing := [path.name for path in paths if not path.is_file()]:
-        raise CheckpointError(
-            f"{index}: expected {len(paths)} shard files alongside it, found {len(paths) - len(missing)}; missing "
-            f"{listed(missing)}. Download them too."
-        )
+        found = f"{len(paths) - len(missing)} without {listed(missing)}"
+        raise mismatch(index, f"{len(paths)} shard files alongside it", found, "download the others too")
 
 
 def files_inside(folder: Location) -> list[str]:
@@ -212,36 +218,17 @@ def files_inside(folder: Location) -> list[str]:
             path = Path(inner, name)
             try:
                 if path.is_symlink() and ((target := leads_out(path, root)) or path.is_dir()):
-                    raise CheckpointError(
-                        f"{path}: expected a file in the checkpoint's folder, found a symbolic link to "
-                        f"{target or path.resolve()}; copy what it links to into the folder if that is meant"
-                    )
+                    found = f"a symbolic link to {target or path.resolve()}"
+                    raise mismatch(path, "a file in the checkpoint's folder", found, "copy what it links to if meant")
                 if not stat.S_ISREG(mode := path.stat().st_mode) and not stat.S_ISDIR(mode):
-                    raise CheckpointError(
-                        f"{path}: expected a file, found a pipe or a device; do not trust this checkpoint"
-                    )
+                    raise mismatch(path, "a file", "a pipe or a device", HOSTILE)
             except (OSError, RuntimeError) as error:
-                reason = error.strerror if isinstance(error, OSError) else error
-                raise CheckpointError(f"cannot read {path}: {reason}") from error
+                raise CheckpointError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from error
         files += [os.path.relpath(os.path.join(inner, name), folder).replace(os.sep, "/") for name in names]
     return files
 
 
 # Zip archives ---------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Member:
-    """A member of an archive: `stored` bytes from byte `start` of the file, `size` when decompressed."""
-
-    path: Location
-    name: str
-    header: int
-    start: int
-    stored: int
-    size: int
-    crc: int
-    deflated: bool
 
 
 class Window(io.RawIOBase):
@@ -276,44 +263,34 @@ class Window(io.RawIOBase):
         return count
 
 
-def zip_directory(source: ByteReader, path: Location, kind: str) -> zipfile.ZipFile:
-    """The archive that a file is; nothing of what it lists is checked yet."""
+def zip_directory(source: ByteReader, path: Location, kind: str) -> list[zipfile.ZipInfo]:
+    """The members of the archive that a file is; nothing of what it lists is checked yet."""
     check_pointer(path)
     with corrupt(f"{path}: expected a {kind} archive, found a truncated or corrupt one. Download or copy it again"):
-        return zipfile.ZipFile(cast(Any, Window(source, 0, source.size)))
+        return zipfile.ZipFile(cast(Any, Window(source, 0, source.size))).infolist()
 
 
-def zip_member(path: Location, info: zipfile.ZipInfo) -> Member:
-    """A member, after every check that needs none of its bytes."""
+def member_start(path: Location, info: zipfile.ZipInfo) -> int:
+    """The byte at which a member of an archive starts, after every check that needs none of its bytes."""
     what = f"{path}: member {info.filename!r}"
     deflated = info.compress_type == zipfile.ZIP_DEFLATED
     if info.flag_bits & 1:
-        raise CheckpointError(f"{what} is encrypted: expected it as Keras and NumPy write it")
+        raise mismatch(what, "it as Keras and NumPy write it", "it encrypted", "save it without a password")
     if info.compress_type != zipfile.ZIP_STORED and not deflated:
-        raise CheckpointError(
-            f"{what}: expected no compression, or deflate, found method {info.compress_type}; unpack the archive, or "
-            "load and save it again with what wrote it"
-        )
+        fix = "unpack the archive, or load and save it again with what wrote it"
+        raise mismatch(what, "no compression, or deflate", f"method {info.compress_type}", fix)
     size, header = path.stat().st_size, b""
     if 0 <= info.header_offset < size:
         with path.open("rb") as file:
             file.seek(info.header_offset)
             header = file.read(_LOCAL_HEADER) or b""
     if len(header) < _LOCAL_HEADER or not header.startswith(b"PK\x03\x04"):
-        raise CheckpointError(f"{what}: expected it at byte {info.header_offset}, found something else; it is corrupt")
+        raise mismatch(what, f"it at byte {info.header_offset}", "something else")
     names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
     start = info.header_offset + _LOCAL_HEADER + names
     if start + info.compress_size > size:
-        raise CheckpointError(
-            f"{path} is truncated: expected {info.filename} up to byte {start + info.compress_size}, found {size} "
-            "bytes. Download or copy it again."
-        )
+        raise truncated(path, f"{info.filename} up to byte {start + info.compress_size}", f"{size} bytes")
     if info.file_size > info.compress_size * MAX_RATIO if deflated else info.file_size != info.compress_size:
-        raise CheckpointError(
-            f"{what}: expected {info.file_size} bytes, found {info.compress_size} stored, which cannot be as many; "
-            "it is corrupt"
-        )
-    return Member(
-        *(path, info.filename, info.header_offset, start),
-        *(info.compress_size, info.file_size, info.CRC, deflated),
-    )
+        found = f"{info.compress_size} stored, which cannot be as many"
+        raise mismatch(what, f"{info.file_size} bytes", found)
+    return start

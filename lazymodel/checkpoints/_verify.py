@@ -30,7 +30,7 @@ from lazymodel._remote.reader import reading_ahead, source_of
 from lazymodel._show.text import first_lines, listed
 from lazymodel._tensors.buffers import parallel
 from lazymodel._tensors.byte_reader import VERIFIED, ByteReader
-from lazymodel.checkpoints._untrusted import read_at_most, reading
+from lazymodel.checkpoints._untrusted import mismatch, read_at_most, reading
 
 Verify = bool | str | os.PathLike[str] | Mapping[str, str]
 """Values of `verify=`: True for the hashes that the folder states, a manifest's path, or name → hash."""
@@ -77,8 +77,8 @@ def verify_files(paths: Iterable[str | os.PathLike[str]], against: Verify, root:
     hashes = stated_hashes(files, against, root)
     if missing := [file for file in files if not hashes[file]]:
         raise CheckpointError(no_hash(missing, against))
-    sources = {file: source_of(_place(file, root)) for file in files}
-    problems = list(mismatches(hashes, sources).values())
+    sources: dict[str, ByteReader] = {}
+    problems = list(mismatches(hashes, root, sources).values())
     for file, source in sources.items():
         source.check_unchanged()
         # The longest one is what processes compare to know that they read the same.
@@ -90,15 +90,13 @@ def verify_files(paths: Iterable[str | os.PathLike[str]], against: Verify, root:
     return list(sources.values())
 
 
-def find_mismatches(files: Sequence[str], root: Location) -> tuple[dict[str, list[Hash]], dict[str, str]]:
-    """The hashes that are stated for files, and for each file that has another hash a message that says so."""
-    hashes = stated_hashes(files, True, root)
-    return hashes, mismatches(hashes, {file: source_of(_place(file, root)) for file, known in hashes.items() if known})
-
-
-def mismatches(hashes: Mapping[str, Sequence[Hash]], sources: Mapping[str, ByteReader]) -> dict[str, str]:
-    """Reads files; for each that has another hash than stated, a message that says so."""
+def mismatches(
+    hashes: Mapping[str, Sequence[Hash]], root: Any, sources: dict[str, ByteReader] | None = None
+) -> dict[str, str]:
+    """Reads files, and adds them to `sources`; for each that has another hash than stated, a message that says so."""
     stop = threading.Event()
+    sources = {} if sources is None else sources
+    sources.update({file: source_of(_place(file, root)) for file in hashes})
     threads = max(min(len(sources), os.cpu_count() or 1, _MAX_THREADS), 1)
     problems: dict[str, str] = {}
     ranges = [(source, np.array([(0, source.size)], np.int64)) for source in sources.values()]
@@ -111,11 +109,9 @@ def mismatches(hashes: Mapping[str, Sequence[Hash]], sources: Mapping[str, ByteR
         for file, digests in zip(sources, found, strict=True):
             for expected in hashes[file]:
                 if digests[expected.algorithm] != expected.digest:
-                    problems[file] = (
-                        f"{file}: expected {expected.algorithm} {expected.digest} as {expected.source} states, "
-                        f"found {digests[expected.algorithm]}; the file is damaged or of another version. "
-                        "Download or copy it again."
-                    )
+                    what = f"{expected.algorithm} {expected.digest} as {expected.source} states"
+                    fix = "the file is damaged or of another version. Download or copy it again."
+                    problems[file] = str(mismatch(file, what, digests[expected.algorithm], fix))
     return problems
 
 
@@ -143,19 +139,14 @@ def _digests(source: ByteReader, algorithms: Iterable[str], stop: threading.Even
 
 def no_hash(files: Sequence[str], against: Verify) -> str:
     """The message for files whose hash nobody states."""
-    every = "for every file of the checkpoint, its index included"
     if against is True:
-        expected = (
-            "one from a Hugging Face cache or download, or in SHA256SUMS, checksums.txt or <file>.sha256 alongside the "
-            "file, found none. Pass verify={file name: 'sha256:<hex>'} or the path of a manifest."
-        )
-    elif isinstance(against, Mapping):
-        given = listed([repr(name) for name in against]) or "no file"
-        expected = f"one {every}, found them for {given}. Names are relative to the checkpoint's folder."
+        where = "from a Hugging Face cache or download, or SHA256SUMS, checksums.txt or <file>.sha256 alongside"
+        fix = "pass verify={file name: 'sha256:<hex>'} or the path of a manifest"
     else:
-        names = "Names are relative to the manifest's or the checkpoint's folder."
-        expected = f"a line {every}, in {against}, found none. {names}"
-    return f"no hash is known for {listed(files)}: expected {expected}"
+        given = listed([repr(name) for name in against]) or "no file" if isinstance(against, Mapping) else against
+        where = f"for every file of the checkpoint, its index included, in {given}"
+        fix = "names are relative to the checkpoint's or the manifest's folder"
+    return str(mismatch(f"no hash is known for {listed(files)}", f"one {where}", "none", fix))
 
 
 # --- who states a hash -----------------------------------------------------------------------------------------------
@@ -211,26 +202,18 @@ def _given(against: Any, root: Location) -> dict[str, list[Hash]]:
             match = _GIVEN.fullmatch(text) if isinstance(text, str) else None
             found = _parse(match[2], match[1] or _BY_LENGTH.get(len(match[2])), "verify") if match else []
             if not found:
-                raise CheckpointError(
-                    f"verify: expected a hash for {name!r} such as 'sha256:<64 hex digits>' (also "
-                    f"{', '.join(_HEX_DIGITS)}), found {text!r}"
-                )
+                expected = f"a hash for {name!r} such as 'sha256:<64 hex digits>' (also {', '.join(_HEX_DIGITS)})"
+                raise mismatch("verify", expected, repr(text), "copy it from whoever published the file")
             stated.setdefault(_in(_key(root), name), []).extend(found)
     elif isinstance(against, str | os.PathLike):
         manifest = Path(cast(str, against))
         if not os.path.isfile(manifest):
-            raise CheckpointError(
-                f"expected a manifest of file hashes at {manifest}, found no such file; pass its path, or a mapping of "
-                "file name to 'sha256:<hex>'"
-            )
+            raise CheckpointError(f"verify: expected a manifest of file hashes at {manifest}, found no such file")
         # Relative to its own folder, or kept elsewhere with the names that the files have in their own folder.
         for folder in dict.fromkeys((_key(root), os.path.abspath(manifest.parent))):
             stated.update(_read_manifest(manifest, folder))
     else:
-        raise LazyModelError(
-            "verify is True, False, the path of a manifest, or a mapping of file name to 'sha256:<hex>'; "
-            f"got {against!r}"
-        )
+        raise LazyModelError(f"verify is True, False, the path of a manifest, or a mapping of hashes; got {against!r}")
     return stated
 
 

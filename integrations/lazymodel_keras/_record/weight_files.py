@@ -28,7 +28,7 @@ from lazymodel._quantized.float4 import CODES, Float4Tensor, scaled_pairs
 from lazymodel._remote.path import RemotePath
 from lazymodel.checkpoints import SafetensorsFile
 from lazymodel.checkpoints._hdf5 import H5File
-from lazymodel.checkpoints._untrusted import zip_member
+from lazymodel.checkpoints._untrusted import member_start
 from lazymodel_keras import _upstream
 from lazymodel_keras._gguf.folder import converter
 from lazymodel_keras._record.patches import active, recording_patches, replace, while_recording
@@ -108,8 +108,8 @@ def _open(recording: Any, original: Any, self: Any, path_or_io: Any, mode: str |
             if isinstance(where, RemotePath):
                 # Python's own reading of a member reads everything before a position in it.
                 recording.open(where, open_checkpoint)
-                member = zip_member(where, self.archive.getinfo(str(path_or_io)))
-                return H5File(where, member.start, member.size).open()
+                info = self.archive.getinfo(str(path_or_io))
+                return H5File(where, member_start(where, info), info.file_size).open()
         elif not hasattr(path_or_io, "read"):
             path = os.fspath(path_or_io)
             where = recording.remote.location(path)

