@@ -3,7 +3,7 @@
 The method `with_optimizer`: adds the initial state of an optimizer, from shapes alone, as variables of the model.
 
 Responsible for finding the state and the parameter that each part of it belongs to, and is sharded like
-(`_sharding/rules`). `_trace` computes it, with the same init programs as parameters. An optimizer is any object with
+(`_sharding/shard`). `_trace` computes it, with the same init programs as parameters. An optimizer is any object with
 an `init` function that takes a pytree of parameters; nothing here imports Optax.
 
 The methods `reinitialize` and `rekey`: set another initializer, or other random keys, for some variables.
@@ -39,7 +39,7 @@ from lazymodel._abstract.variable import OPTIMIZER, AbstractVariable, Template, 
 from lazymodel._errors import LazyModelError, TraceError
 from lazymodel._programs.jaxprs import is_key, key_data, walk
 from lazymodel._programs.programs import InitRecipe, given_recipe
-from lazymodel._sharding.rules import follow
+from lazymodel._sharding.shard import follow
 from lazymodel._show.text import closest
 from lazymodel._trace.errors import on_host, raise_explained
 from lazymodel._trace.function import Flat, flattened, trace_function

@@ -17,7 +17,7 @@ from flax import linen
 from lazymodel import AbstractVariable, LazyModelError
 from lazymodel._abstract.framework import Framework, ModelSpec, Optimizer, Training
 from lazymodel._abstract.variable import PathOf, path_of, path_text
-from lazymodel._sharding.rules import resolve_logical
+from lazymodel._sharding.shard import resolve_logical
 from lazymodel._trace.errors import is_iterator
 from lazymodel._trace.function import trace_function
 

@@ -18,7 +18,7 @@ from lazymodel import AbstractVariable, CheckpointError, Compile, LazyModelError
 from lazymodel._errors import warn
 from lazymodel._remote.path import Location, RemotePath
 from lazymodel._sharding.auto import Auto
-from lazymodel._sharding.rules import Rules, read_rules
+from lazymodel._sharding.shard import Rules, read_rules
 from lazymodel._show.text import closest, listed
 from lazymodel.checkpoints._untrusted import check_pointer, read_json_file
 from lazymodel.checkpoints._verify import Verify
@@ -274,9 +274,8 @@ class _BlockRules:
     def propose(
         self, variables: Mapping[str, AbstractVariable], mesh: jax.sharding.Mesh, *, large: int
     ) -> dict[str, tuple[Any, Any]]:
-        answers = read_rules(self._rules, variables, mesh, large)[0]
         self.unused = [k for k in self.unused if read_rules({k: self._rules[k]}, variables, mesh, large)[1]]
-        return {path: found for path, variable in variables.items() if (found := answers(variable)) is not None}
+        return read_rules(self._rules, variables, mesh, large)[0]
 
 
 _hooks = SharedPatches()

@@ -26,7 +26,7 @@ import keras
 import numpy as np
 
 from lazymodel import AbstractVariable, LazyModelError, LazyTensor
-from lazymodel._sharding.rules import follow_weights
+from lazymodel._sharding.shard import follow_weights
 from lazymodel._show.text import closest
 from lazymodel._tensors.decoded import Computation, ComputedTensor, Output
 from lazymodel._trace.errors import on_host

@@ -16,7 +16,7 @@ import jax
 
 from lazymodel import AbstractModel, CheckpointError, Compile, LazyModelError, Progress
 from lazymodel._remote.url import shown
-from lazymodel._sharding.rules import Rules
+from lazymodel._sharding.shard import Rules
 from lazymodel._show.progress import ReportTo
 from lazymodel._show.text import closest
 from lazymodel.checkpoints._open import foreign

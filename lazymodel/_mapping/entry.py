@@ -90,12 +90,12 @@ class _Rearrange:
         while (found := _one_unknown(own, sizes) or _one_unknown(expected, sizes)) is not None:
             sizes.update([found])
         for extent, group in own:
-            unknown = [name for name in group if name not in sizes]
-            if len(unknown) > 1:
-                raise ValueError(f"rearrange {self.pattern!r} needs the sizes of all but one of {', '.join(unknown)}")
-            if unknown or math.prod(sizes[name] for name in group) != extent:
-                text = " x ".join(f"{name}={sizes[name]}" if name in sizes else name for name in group) or "1"
-                raise ValueError(f"rearrange {self.pattern!r}: {text} does not make the {extent} of {list(shape)}")
+            known = {name: sizes[name] for name in group if name in sizes}
+            if len(known) < len(group) or math.prod(known.values()) != extent:
+                raise ValueError(
+                    f"rearrange {self.pattern!r} needs the sizes of all but one of {', '.join(group)}, which make the "
+                    f"{extent} of {list(shape)}; known are {known}"
+                )
         return sizes
 
     def __str__(self) -> str:
@@ -317,7 +317,7 @@ def check_captures(source: From, path: Template) -> None:
 # Reading --------------------------------------------------------------------------------------------------------------
 
 
-class Missing(CheckpointError):
+class Missing(CheckpointError, KeyError):
     """A tensor is missing from the checkpoint."""
 
     def __init__(self, name: str, checkpoint: Mapping[str, Any]) -> None:
@@ -334,15 +334,12 @@ class Tensors(Mapping[str, LazyTensor]):
     def __init__(self, checkpoint: Mapping[str, Any]) -> None:
         self._checkpoint = checkpoint
         self.taken: set[str] = set()
-        self._counts: dict[Any, dict[Any, int]] = {}
 
     def __getitem__(self, name: str) -> LazyTensor:
-        try:
-            tensor = self._checkpoint[name]
-        except KeyError:
-            raise Missing(name, self._checkpoint) from None
+        if name not in self._checkpoint:
+            raise Missing(name, self._checkpoint)
         self.taken.add(name)
-        return lazy(tensor, name)
+        return lazy(self._checkpoint[name], name)
 
     def __contains__(self, name: object) -> bool:
         return name in self._checkpoint
@@ -352,27 +349,6 @@ class Tensors(Mapping[str, LazyTensor]):
 
     def __len__(self) -> int:
         return len(self._checkpoint)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return default if name not in self._checkpoint else self[name]  # Mapping's own expects a KeyError
-
-    def count(self, template: Template, capture: str, captures: Captures) -> int:
-        """One more than the highest number in a capture's place; a missing number raises when its tensor is used."""
-        known = tuple(sorted(set(captures).intersection(template.captures)))
-        key = (template.text, capture, known)
-        if key not in self._counts:
-            counts = self._counts[key] = {}
-            for name in self:
-                found = template.match(name)
-                if found is not None and re.fullmatch(r"0|[1-9]\d{0,8}", found.get(capture, "")):
-                    # A number above the count of tensors implies a missing one, which raises first.
-                    number = min(int(found[capture]), len(self))
-                    values = tuple(found[name] for name in known)
-                    counts[values] = max(counts.get(values, 0), number + 1)
-        count = self._counts[key].get(tuple(captures[name] for name in known), 0)
-        if not count:
-            raise Missing(template.fill(captures | {capture: "0"}), self._checkpoint)
-        return count
 
 
 def read_entry(
@@ -390,16 +366,28 @@ def read_entry(
     if not steps:
         return _joined(source, [tensors[template.fill(captures)] for template in source._templates])
     *before, step = steps
-    needed = any(isinstance(other, _Rearrange) for other in before)  # no other step uses its shape
+    needed = any(isinstance(other, _Rearrange | _Stack) for other in before)  # no other step uses its shape
     earlier = _shape_before(step, shape) if needed and shape is not None else None
     if not isinstance(step, _Stack):
         value = read_entry(source, captures, tensors, earlier, before)
         return step.apply(value, shape) if isinstance(step, _Rearrange) else step.apply(value)
-    count = max(tensors.count(template, step.capture, captures) for template in source._templates)
-    numbered = (captures | {step.capture: str(index)} for index in range(count))
+    count = _count(source, step.capture, captures, tensors)
+    if shape is not None and -len(shape) <= step.axis < len(shape):  # reading names the first that is missing
+        count = max(count, shape[step.axis])
+    numbered = (captures | {step.capture: str(index)} for index in range(max(count, 1)))
     layers = [read_entry(source, known, tensors, earlier, before) for known in numbered]
     _check_alike(layers, [layer.shape for layer in layers], f"of {{{step.capture}}}")
     return np.stack(layers, _axis(step.axis, layers[0].ndim + 1))
+
+
+def _count(source: From, capture: str, captures: Captures, tensors: Tensors) -> int:
+    """The number of tensors with the numbers 0, 1, … in a capture's place; other captures are known or begin at 0."""
+    count = 0
+    while True:
+        known = dict.fromkeys((name for each in source._templates for name in each.captures), "0") | captures
+        if not any(each.fill(known | {capture: str(count)}) in tensors for each in source._templates):
+            return count
+        count += 1
 
 
 def _shape_before(step: _AnyStep, shape: _Shape) -> _Shape | None:

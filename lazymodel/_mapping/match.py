@@ -19,7 +19,7 @@ import os
 import re
 import reprlib
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -53,24 +53,15 @@ def refuse_adapter(names: Iterable[str], what: str) -> None:
         )
 
 
-class MappedCheckpoint(Mapping[str, LazyTensor]):
+class MappedCheckpoint(dict[str, LazyTensor]):
     """A checkpoint by variable path: variable path → lazy tensor. Made by `map_checkpoint`."""
 
     def __init__(self, tensors: Mapping[str, LazyTensor], source: Any, unused: Sequence[str] = ()) -> None:
         path = getattr(source, "path", None)
-        self._tensors = dict(tensors)
+        super().__init__(tensors)
         self.path: str | None = path if isinstance(path, str) else None  # of the original checkpoint
         self.source = source  # the original checkpoint
         self.unused = tuple(unused)  # names of the source's tensors that were not used
-
-    def __getitem__(self, path: str) -> LazyTensor:
-        return self._tensors[path]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
     def __repr__(self) -> str:
         where = "" if self.path is None else f" from {self.path}"

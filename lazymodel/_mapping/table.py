@@ -13,8 +13,6 @@ paths:
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias, cast
 
@@ -28,8 +26,6 @@ from lazymodel._mapping.match import MappedCheckpoint, described, given_checkpoi
 from lazymodel._mapping.suggest import suggest
 from lazymodel._show.text import LISTED, closest, first_lines, fold, grouped_names, unnumbered
 from lazymodel._tensors.lazy import LazyTensor, lazy
-
-_PERMUTED = 5  # maximum of dimensions for which permutations are tried for a suggestion: 120 of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,24 +302,9 @@ def _value(variable: AbstractVariable, source: From, captures: Captures, tensors
     except ValueError as error:
         raise ValueError(f" from {source}: {error}") from error
     if (found := tuple(value.shape)) != expected:
-        hint = _shape_hint(found, expected)
-        raise ValueError(f" expects {list(expected)}, found {list(found)} from {source}{hint}")
+        hint = "add .T or remove the existing one" if found[::-1] == expected else "change it with .rearrange or .part"
+        raise ValueError(f" expects {list(expected)}, found {list(found)} from {source}; {hint}")
     return value
-
-
-def _shape_hint(found: tuple[int, ...], expected: tuple[int, ...]) -> str:
-    if found[::-1] == expected:
-        return "; the shape matches if transposed: add .T, or remove the existing one"
-    if len(found) == len(expected) <= _PERMUTED and sorted(found) == sorted(expected):
-        orders = itertools.permutations(range(len(found)))
-        order = next(order for order in orders if tuple(found[axis] for axis in order) == expected)
-        return f"; the shape matches with .transpose{order}"
-    if math.prod(found) == math.prod(expected):
-        return "; the number of elements is the same: split or merge axes with .rearrange"
-    other = [axis for axis, (f, e) in enumerate(zip(found, expected, strict=False)) if f != e]
-    if len(found) != len(expected) or len(other) != 1 or not expected[other[0]] or found[other[0]] % expected[other[0]]:
-        return ""
-    return f"; is it fused? Take .part(…, of={found[other[0]] // expected[other[0]]}, axis={other[0]})"
 
 
 _ReadFunction: TypeAlias = "Callable[[Mapping[str, LazyTensor]], Any]"

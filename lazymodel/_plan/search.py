@@ -22,8 +22,7 @@ from lazymodel._devices.hardware import device_memory as known_memory
 from lazymodel._errors import DoesNotFitError, LazyModelError, ShardingError
 from lazymodel._plan.make import plan
 from lazymodel._plan.what_if import WhatIf
-from lazymodel._sharding.rules import Rules, named_rules
-from lazymodel._sharding.shard import shard
+from lazymodel._sharding.shard import Rules, named_rules, shard
 from lazymodel._show.table import Column, Report, Table
 from lazymodel._show.text import format_bytes, parse_bytes
 

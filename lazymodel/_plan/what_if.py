@@ -31,7 +31,7 @@ from lazymodel._abstract.variable import in_memory, is_offloaded
 from lazymodel._errors import LazyModelError
 from lazymodel._sharding.describe import describe
 from lazymodel._sharding.roles import HEADS
-from lazymodel._sharding.rules import lora_shardings
+from lazymodel._sharding.shard import lora_shardings
 from lazymodel._show.text import closest, grouped_by, plural
 
 # Names of mesh axes over which a batch is split; all other axes split dimensions inside the model.

@@ -1,39 +1,27 @@
-"""The method `shard`: takes rules and gives every variable a checked sharding, with the reason for it.
+"""The methods `shard`, which gives every variable a checked sharding and a reason, and `explain`, which shows both.
 
-A sharding that does not fit raises before any data is read, or is repaired if `repair` is set.
-
-The method `explain`: the reason for one variable's sharding, and how a whole model spreads over its devices.
+Any form of rules becomes one mapping, path → spec and reason. Each dimension of a LoRA factor, a quantization scale or
+of optimizer state is split like the dimension of its weight that it corresponds to. `auto` makes proposals.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import time
-from collections.abc import Iterable, Mapping
-from typing import Any, cast, overload
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeAlias, cast, overload, runtime_checkable
 
 from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from lazymodel._abstract.arrays import device_nbytes, kept_on_host, offloaded_nbytes, stays_on_host
 from lazymodel._abstract.framework import AnyModel, ModelSpec
-from lazymodel._abstract.variable import AbstractVariable, Reason, in_memory, rule_path
+from lazymodel._abstract.variable import AbstractVariable, Reason, in_memory, matched_paths, rule_path
 from lazymodel._errors import ShardingError, warn
-from lazymodel._sharding.auto import Auto
-from lazymodel._sharding.roles import Host
-from lazymodel._sharding.rules import (
-    Rules,
-    axes_of,
-    check_is_spec,
-    follow,
-    follow_weights,
-    is_layout_map,
-    named_rules,
-    read_rules,
-    spec_entries,
-)
+from lazymodel._sharding.auto import Auto, auto, trimmed
+from lazymodel._sharding.describe import describe
+from lazymodel._sharding.roles import Host, Role, flat_axes
 from lazymodel._show.table import Column, Report, Table, placed_text
 from lazymodel._show.text import (
     closest,
@@ -47,6 +35,33 @@ from lazymodel._show.text import (
     unnumbered,
 )
 from lazymodel._show.timeline import Span
+
+
+@runtime_checkable
+class Proposer(Protocol):
+    """Rules that look at the whole model at once, as `auto` does."""
+
+    def propose(
+        self, variables: Mapping[str, AbstractVariable], mesh: Mesh, *, large: int
+    ) -> Mapping[str, tuple[Any, Reason | str]]:
+        """Maps path → (spec, reason as text or `Reason`); a path that is left out counts as matched by no rule.
+
+        `large` is the number of bytes from which replicating a variable gives a warning.
+        """
+        ...
+
+
+Spec: TypeAlias = PartitionSpec | Host | Sharding | Format | Sequence[Any] | None
+# Keys are path regexes and roles; a Mapping is invariant in them, so `str | Role` would reject a `dict[str, …]`.
+Rules: TypeAlias = (
+    Mapping[Any, Spec]
+    | Callable[[AbstractVariable], Spec]
+    | Sequence[tuple[str, Any]]
+    | Proposer
+    | Callable[..., Auto]
+    | Literal["auto"]
+)
+_Found: TypeAlias = "dict[str, tuple[Any, Reason]]"  # path → the answer of a rule and its reason
 
 
 def shard(
@@ -104,184 +119,421 @@ def shard(
         P('model',)
     """
     start = time.perf_counter()
+    if on_unmatched not in ("warn", "error", "ignore"):
+        raise ShardingError(f"on_unmatched is 'warn', 'error' or 'ignore'; got {on_unmatched!r}")
+    mesh = getattr(cast(Any, mesh), "backend_mesh", mesh)
+    if not isinstance(cast(Any, mesh), Mesh | AbstractMesh):  # only names and sizes are used
+        hint = "Make one with jax.sharding.Mesh(devices, axis_names)."
+        raise ShardingError(f"mesh is a jax.sharding.Mesh; got {type(mesh).__name__}. {hint}")
+    rules, repair = named_rules(rules), named_rules(repair, "repair")
+    threshold = parse_bytes(large, name="large")
+    found, notes = read_rules(rules, model, mesh, threshold)
+    if notes and not repair:
+        if not is_layout_map(rules):
+            raise ShardingError(f"{'; '.join(notes)}. Fix the pattern (the whole path must match) or remove the rule.")
+        warn("; ".join(notes))
     own = {path: variable for path, variable in model.items() if variable.follows is None}
     state = {path: variable for path, variable in model.items() if variable.follows is not None}
-    own_rules, state_rules, ruled = _split_rules(rules, own, state)
-    assigned, notes = assign(own, mesh, own_rules, on_unmatched=on_unmatched, large=large, repair=repair)
     kind = None if model.optimized is None else model.optimized.memory_kind
-    following = follow(state, assigned, mesh, kind)
-    if state_rules:
-        if kind is not None:  # a spec has no kind of memory; a whole sharding, or `Host`, has one
-            whole = Host | Sharding | Format
-            state_rules = {k: v if isinstance(v, whole) else Host(v, kind) for k, v in state_rules.items()}
-        placed, more = assign(ruled, mesh, state_rules, on_unmatched=on_unmatched, large=large, repair=repair)
-        following |= placed
-        notes += more
-    variables = kept_on_host({**assigned, **following})
+    ruled = own | {path: variable for path, variable in state.items() if path in found}
+    assigned = _assigned(ruled, found, mesh, kind, on_unmatched, threshold, repair)
+    parameters = {path: assigned[path] for path in own}
+    following = {path: variable for path, variable in state.items() if path not in found}
+    assigned |= follow(following, parameters, mesh, kind)
+    variables = kept_on_host({path: assigned[path] for path in own | state})
     spent = (*model.spent, Span.since(start, "shard"))
     return dataclasses.replace(model, variables=variables, sharding_notes=notes, spent=spent)
 
 
-def _split_rules(
-    rules: Any, own: Mapping[str, AbstractVariable], state: Mapping[str, AbstractVariable]
-) -> tuple[Any, dict[str, Any], dict[str, AbstractVariable]]:
-    """Rules for parameters, the rules of a mapping that match optimizer state only, and the state that these match."""
-    if not state or not isinstance(rules, Mapping) or is_layout_map(rules):
-        return rules, {}, {}
-    table = cast("Mapping[Any, Any]", rules)
-
-    def matched(key: Any, paths: Iterable[str]) -> set[str]:
-        try:
-            pattern = re.compile(key) if isinstance(key, str) else None
-        except re.error:  # `assign` raises for it
-            pattern = None
-        return {path for path in paths if pattern is not None and pattern.fullmatch(rule_path(path))}
-
-    only = {key: matched(key, state) for key in table if not matched(key, own)}
-    for_state = {key: table[key] for key, paths in only.items() if paths}
-    ruled = set[str]().union(*only.values())
-    own_rules = {key: spec for key, spec in table.items() if key not in for_state}
-    return own_rules, for_state, {path: variable for path, variable in state.items() if path in ruled}
-
-
-def assign(
+def _assigned(
     variables: Mapping[str, AbstractVariable],
+    found: Mapping[str, tuple[Any, Reason]],
     mesh: Mesh,
-    rules: Rules | None,
-    *,
-    on_unmatched: str = "warn",
-    large: int | str = "1MiB",
-    repair: bool | Auto = False,
-) -> tuple[dict[str, AbstractVariable], tuple[str, ...]]:
-    """The variables with shardings and reasons, and notes on rules that matched nothing; see `shard`."""
-    if on_unmatched not in ("warn", "error", "ignore"):
-        raise ShardingError(f"on_unmatched is 'warn', 'error' or 'ignore'; got {on_unmatched!r}")
-    mesh = _as_mesh(mesh)
-    rules, repair = named_rules(rules), named_rules(repair, "repair")
-    threshold = parse_bytes(large, name="large")
-    answers, notes, lenient = read_rules(rules, variables, mesh, threshold)
-    if notes and not repair:
-        if not lenient:
-            raise ShardingError(f"{'; '.join(notes)}. Fix the pattern (the whole path must match) or remove the rule.")
-        warn("; ".join(notes))
-
-    assigned: dict[str, AbstractVariable] = {}
-    without_rule: list[str] = []
+    kind: str | None,
+    on_unmatched: str,
+    threshold: int,
+    repair: bool | Auto,
+) -> dict[str, AbstractVariable]:
+    """The variables with shardings and reasons. `found`: answers of the rules; `kind`: of the optimizer's memory."""
     hosts: dict[str, Host] = {}
+    assigned: dict[str, AbstractVariable] = {}
     mismatches: dict[str, str] = {}
+    unmatched = Reason("unmatched", "replicated, since no rule matches it")
     for path, variable in variables.items():
-        if (answer := answers(variable)) is None:
-            without_rule.append(path)
-            answer = None, Reason("unmatched", "replicated, since no rule matches it")
-        if isinstance(answer[0], Host):  # raises for an unknown kind of memory, which `repair` cannot fix
-            in_memory(NamedSharding(mesh, PartitionSpec()), answer[0].memory_kind, path)
-            hosts[path] = answer[0]
+        spec, reason = found.get(path, (None, unmatched))
+        if kind is not None and variable.follows is not None and not isinstance(spec, Host | Sharding | Format):
+            spec = Host(spec, kind)
+        if isinstance(spec, Host):  # raises for an unknown kind of memory, which `repair` cannot fix
+            in_memory(NamedSharding(mesh, PartitionSpec()), spec.memory_kind, path)
+            hosts[path] = spec
         try:
-            assigned[path] = _placed(variable, *answer, mesh)
+            assigned[path] = _placed(variable, spec, reason, mesh)
         except ShardingError as error:
             mismatches[path] = str(error)
-    without_rule = without_rule if mesh.size > 1 else []
-    followed = follow_weights(assigned, without_rule) if without_rule else {}
+    left = [path for path in variables if path not in found] if mesh.size > 1 else []
+    followed = follow_weights(assigned, left) if left else {}
     assigned |= followed
-    left = (variables[path] for path in without_rule if path not in followed)
-    unmatched = [variable for variable in left if variable.nbytes >= threshold]
-    if repair and (mismatches or unmatched):
+    replicated = [variables[p] for p in left if p not in followed and variables[p].nbytes >= threshold]
+    if repair and (mismatches or replicated):
         proposals = (repair if isinstance(repair, Auto) else Auto()).propose(variables, mesh, large=threshold)
-        mismatches |= {variable.path: "no rule matches it" for variable in unmatched}
+        mismatches |= {variable.path: "no rule matches it" for variable in replicated}
         for path, why in mismatches.items():
             spec, reason = proposals[path]
             spec = Host(spec, hosts[path].memory_kind) if path in hosts and not isinstance(spec, Host) else spec
             reason = dataclasses.replace(reason, kind="repaired", text=f"{reason.text} (repaired: {why})")
             assigned[path] = _placed(variables[path], spec, reason, mesh)
-        assigned = {path: assigned[path] for path in variables}  # in the model's own order
     elif mismatches:
-        hint = "Fix the rules, or pass repair=True to shard(), which uses the shardings of lm.auto() for these."
         # Paths that differ only in their numbers share one line.
         groups = grouped_by(mismatches, lambda path: (unnumbered(path), mismatches[path].replace(repr(path), "", 1)))
-        folded = [repr(fold(paths)) + text for (_, text), paths in groups.items()]
-        raise ShardingError("\n".join([*first_lines(folded), hint]))
-    elif on_unmatched != "ignore" and (replicated := [variable for variable in unmatched if not variable.on_host]):
-        message = _unmatched_message(replicated, threshold, mesh)
+        lines = first_lines([repr(fold(paths)) + text for (_, text), paths in groups.items()])
+        hint = "Fix the rules, or pass repair=True to shard(), which uses the shardings of lm.auto() for these."
+        raise ShardingError("\n".join([*lines, hint]))
+    elif on_unmatched != "ignore" and (most := [variable for variable in replicated if not variable.on_host]):
+        most.sort(key=lambda variable: -variable.nbytes)
+        message = (
+            f"{len(most)} variables of at least {format_bytes(threshold)} match no sharding rule and are replicated on "
+            f"all {mesh.size} devices ({format_bytes(sum(v.nbytes for v in most))} each): "
+            f"{listed(f'{v.path} {v.shape} {format_bytes(v.nbytes)}' for v in most)}. Add a rule for them "
+            "(PartitionSpec() replicates), or pass repair=True to shard() to split them."
+        )
         if on_unmatched == "error":
             raise ShardingError(message)
         warn(message)
-    return assigned, notes
+    return assigned
 
 
-def _placed(variable: AbstractVariable, answer: Any, reason: Reason, mesh: Mesh) -> AbstractVariable:
+def _placed(variable: AbstractVariable, spec: Any, reason: Reason, mesh: Mesh) -> AbstractVariable:
     """The variable with the sharding that a rule gave; raises ShardingError if it does not fit."""
     layout: Any = None
     kind: str | None = None
-    if isinstance(answer, Host):
-        check_is_spec(answer, repr(variable.path))
-        answer, kind = answer.spec, answer.memory_kind
-    if isinstance(answer, Format):
-        layout = cast("Any", answer.layout)
-        if answer.sharding is None or not (layout is None or hasattr(layout, "major_to_minor")):
+    if isinstance(spec, Host):
+        spec, kind = spec.spec, spec.memory_kind
+    if isinstance(spec, Format):
+        layout, format = cast("Any", spec.layout), spec
+        spec, order = format.sharding, cast(Any, getattr(layout, "major_to_minor", None))
+        if spec is None or (layout is not None and order is None):
             raise ShardingError(
-                f"{variable.path!r}: a Format needs a sharding and a layout that is written out, not AUTO; got {answer}"
+                f"{variable.path!r}: a Format needs a sharding and a layout that is written out, not AUTO; got {format}"
             )
-        if layout is not None and sorted(layout.major_to_minor) != list(range(len(variable.shape))):
+        if layout is not None and sorted(order) != list(range(len(variable.shape))):
             raise ShardingError(
-                f"{variable.path!r} of shape {variable.shape}: the layout's major_to_minor {layout.major_to_minor} is "
-                "not an order of its dimensions"
+                f"{variable.path!r} of shape {variable.shape}: the layout's major_to_minor {order} is not an order of "
+                "its dimensions"
             )
-        answer = answer.sharding
-    if isinstance(answer, NamedSharding) and isinstance(answer.mesh, Mesh):
-        check_spec(variable, answer.spec, answer.mesh)
-    sharding = answer if isinstance(answer, Sharding) else NamedSharding(mesh, check_spec(variable, answer, mesh))
+    if isinstance(spec, NamedSharding) and isinstance(spec.mesh, Mesh):
+        check_spec(variable, spec.spec, spec.mesh)
+    sharding = spec if isinstance(spec, Sharding) else NamedSharding(mesh, check_spec(variable, spec, mesh))
     sharding = sharding if kind is None else in_memory(sharding, kind, variable.path)
     return dataclasses.replace(variable, sharding=sharding, layout=layout, reason=reason)
 
 
+# Rules ----------------------------------------------------------------------------------------------------------------
+
+
+def read_rules(
+    rules: Any, variables: Mapping[str, AbstractVariable], mesh: Mesh, large: int
+) -> tuple[_Found, tuple[str, ...]]:
+    """Any form of rules except a name: path → spec and reason, and a note on each rule without a match.
+
+    Variables that no rule matches are left out. So is optimizer state, unless patterns of a mapping match only state.
+    """
+    own = {path: variable for path, variable in variables.items() if variable.follows is None}
+    if isinstance(rules, Mapping):
+        return _by_mapping(cast("Mapping[Any, Any]", rules), variables, own)
+    found: dict[str, tuple[Any, Reason | str]] = {}
+    where = "the result"
+    if isinstance(rules, Proposer):
+        found = dict(rules.propose(own, mesh, large=large))
+    elif callable(rules):
+        where += f" of the callable {getattr(rules, '__qualname__', type(rules).__name__)}"
+        reason = Reason("callable", f"returned by {where.removeprefix('the result of ')}")
+        found = {path: (rules(variable), reason) for path, variable in own.items()}
+        found = {path: answer for path, answer in found.items() if answer[0] is not None}
+    elif rules is None or (isinstance(rules, Sequence) and not isinstance(rules, str | PartitionSpec)):
+        return _by_axis_names(rules, own, mesh), ()
+    else:
+        raise ShardingError(
+            "rules are a mapping of path regex to PartitionSpec, a Keras LayoutMap, a callable taking a variable, "
+            f"a sequence of (logical axis, mesh axis) or lm.auto(); got {type(rules).__name__}"
+            + (f". For all variables: {{'.*': {rules!r}}}" if isinstance(rules, PartitionSpec | Host) else "")
+        )
+    for path, (spec, _) in found.items():
+        _check_is_spec(spec, f"{where} for {path!r}")
+    texts = {
+        path: (spec, Reason("proposed", why) if isinstance(why, str) else why) for path, (spec, why) in found.items()
+    }
+    return texts, ()
+
+
+def named_rules(rules: Any, what: str = "rules") -> Any:
+    """Returns the rules for a name or for the function that makes them; others unchanged. `what`: the parameter's name.
+
+    Raises:
+        ShardingError: The name is unknown.
+    """
+    if isinstance(rules, str) and rules != "auto":
+        raise ShardingError(
+            f"{what}={rules!r} is not known{closest(rules, ['auto'])}; the only name is 'auto', short for lm.auto(). "
+            f"A rule for paths is written {{{rules!r}: PartitionSpec(…)}}"
+        )
+    return auto() if rules is auto or rules is Auto or isinstance(rules, str) else rules
+
+
+def is_layout_map(rules: Any) -> bool:
+    """Returns True if a mapping is Keras' LayoutMap, which carries a device mesh."""
+    return hasattr(rules, "device_mesh")
+
+
+def _by_mapping(
+    table: Mapping[str | Role, Any], variables: Mapping[str, AbstractVariable], own: Mapping[str, AbstractVariable]
+) -> tuple[_Found, tuple[str, ...]]:
+    """The first key that matches; optimizer state is not matched by keys that match a parameter."""
+    exclusive = is_layout_map(table)
+    matched: dict[str, list[str | Role]] = {}
+    notes: list[str] = []
+    described = describe(own) if any(isinstance(key, Role) for key in table) else {}
+    for key, spec in table.items():
+        if isinstance(key, Role):
+            _check_is_spec(spec, f"rule {key.name}")
+            paths, note = [p for p in own if described[p].role == key.name], f"no variable has the role {key.name!r}"
+        else:
+            _check_is_spec(spec, f"rule {key!r}")
+            paths = matched_paths(key, own, ShardingError, "rule")
+            paths = paths or ([] if exclusive else matched_paths(key, variables, ShardingError, "rule"))
+            note = "" if paths else f"rule {key!r} matches no variable{closest(key, map(rule_path, own))}"
+        notes += [] if paths else [note]
+        for path in paths:
+            matched.setdefault(path, []).append(key)
+    found: _Found = {}
+    for path, keys in matched.items():
+        first = next((key for key in keys if key == rule_path(path)), keys[0]) if exclusive else keys[0]
+        if exclusive and len(keys) > 1 and first != rule_path(path):
+            raise ShardingError(
+                f"{path!r} is matched by more than one key of the LayoutMap: {', '.join(map(repr, keys))}; "
+                "make them exclusive"
+            )
+        by_role = isinstance(first, Role)
+        text, role = (f"rule for role {first.name!r}", first.name) if by_role else (f"rule {first!r} matches", "")
+        found[path] = table[first], Reason("rule", text, role)
+    return found, tuple(notes)
+
+
+def _by_axis_names(rules: Sequence[Any] | None, variables: Mapping[str, AbstractVariable], mesh: Mesh) -> _Found:
+    """For variables that carry names for their axes: mesh axes, or logical axes that the rules map to these."""
+    for rule in rules or ():
+        pair = isinstance(rule, Sequence) and len(cast("Sequence[Any]", rule)) == 2 and isinstance(rule[0], str)
+        if not pair or isinstance(rule[1], PartitionSpec):
+            raise ShardingError(
+                "rules in a sequence must be pairs of a logical axis and a mesh axis, a tuple of them or None; got "
+                f"{rule!r}. Rules by path are a mapping, {{path pattern: PartitionSpec}}"
+            )
+    if not any(variable.logical_axes for variable in variables.values()):
+        uses = "rules are pairs of logical and mesh axes, and" if rules is not None else "shard() without rules uses"
+        uses += "" if rules is not None else " the axis names that variables carry, and"
+        raise ShardingError(
+            f"{uses} no variable of this model carries names for its axes. Give rules, such as lm.auto()"
+        )
+    found: _Found = {}
+    for path, variable in variables.items():
+        if (names := variable.logical_axes) is None:
+            continue
+        if len(names) > len(variable.shape):
+            raise ShardingError(
+                f"{path!r} of shape {variable.shape} has more axis names than dimensions: {tuple(names)}"
+            )
+        if repeated := [name for name in names if isinstance(name, str) and names.count(name) > 1]:
+            raise ShardingError(f"{path!r}: axis {repeated[0]!r} occurs more than once in {tuple(names)}")
+        if rules is not None:
+            entries, unknown = resolve_logical(names, rules)
+            if not unknown or any(entries):  # else replicated, with a warning if it is large
+                left = f"; no rule for {', '.join(map(repr, unknown))}, which are not split" if unknown else ""
+                reason = Reason("logical", f"logical axes {names}{left}", labels=(*map(str, names),))
+                found[path] = PartitionSpec(*entries), reason
+            continue
+        if absent := [axis for name in names for axis in flat_axes(name) if axis not in mesh.shape]:
+            raise ShardingError(
+                f"{path!r} has axes {names}, and {absent[0]!r} is not an axis of the mesh "
+                f"({', '.join(map(repr, mesh.axis_names))}). If it is a logical axis, give rules: "
+                f"shard(mesh, [({absent[0]!r}, {mesh.axis_names[-1]!r}), …])"
+            )
+        found[path] = PartitionSpec(*names), Reason("metadata", "from the variable's own metadata")
+    return found
+
+
+def resolve_logical(names: Sequence[Any], rules: Sequence[tuple[str, Any]]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    """Mesh axes for the logical axes of one variable, and the logical axes without a rule.
+
+    As in `flax.linen.logical_to_mesh_axes`, a rule whose mesh axes already split another dimension is skipped, and the
+    next rule of the same logical axis is tried.
+    """
+    resolved: dict[str, Any] = {}
+    used: set[str] = set()
+    for logical, target in rules:
+        if logical in names and logical not in resolved and not used.intersection(flat_axes(target)):
+            resolved[logical] = target if target is None or isinstance(target, str) else tuple(target)
+            used.update(flat_axes(target))
+    known = {logical for logical, _ in rules}
+    unknown = tuple(name for name in names if isinstance(name, str) and name not in known)
+    return tuple(resolved.get(name) for name in names), unknown
+
+
+def _check_is_spec(spec: Any, where: str) -> None:
+    """Raises ShardingError unless it is a PartitionSpec, sequence, None, Host, sharding or Keras' TensorLayout."""
+    if isinstance(spec, Host):
+        if isinstance(cast(Any, spec.spec), Host | Sharding | Format):
+            raise ShardingError(
+                f"{where}: lm.Host takes a PartitionSpec; for a sharding, "
+                f"use sharding.with_memory_kind({spec.memory_kind!r})"
+            )
+        spec = spec.spec
+    if spec is None or isinstance(spec, PartitionSpec | Sharding | Format):
+        return
+    entries = getattr(spec, "axes", spec)
+    expected = f"{where}: a spec is a PartitionSpec or a tuple of axis names; got"
+    if isinstance(entries, str):
+        raise ShardingError(
+            f"{expected} {entries!r}. Write PartitionSpec({entries!r}) to split the first dimension, "
+            f"PartitionSpec(None, {entries!r}) for the second"
+        )
+    if not isinstance(entries, Sequence):
+        raise ShardingError(f"{expected} {spec!r}. PartitionSpec() replicates")
+    for entry in cast("Sequence[Any]", entries):
+        if not all(isinstance(name, Hashable) for name in (entry if isinstance(entry, list | tuple) else (entry,))):
+            raise ShardingError(f"{where}: an entry of a spec is an axis name, a tuple of them, or None; got {entry!r}")
+
+
 def check_spec(variable: AbstractVariable, spec: Any, mesh: Mesh) -> PartitionSpec:
     """The spec as a `PartitionSpec`; raises ShardingError if it does not fit the variable on the mesh."""
-    check_is_spec(spec, repr(variable.path))
-    entries = spec_entries(spec)
-    where = f"{variable.path!r} of shape {variable.shape} with {PartitionSpec(*entries)}"
-    if len(entries) > len(variable.shape):
+    entries = cast("Sequence[Any]", () if spec is None else getattr(spec, "axes", spec))
+    spec = PartitionSpec(*(tuple(cast("list[Any]", each)) if isinstance(each, list) else each for each in entries))
+    shape, where = variable.shape, f"{variable.path!r} of shape {variable.shape} with {spec}"
+    if len(spec) > len(shape):
         raise ShardingError(
-            f"{where}: the spec has {len(entries)} entries for {len(variable.shape)} dimensions; drop the last ones"
+            f"{where}: the spec has {len(spec)} entries for {len(shape)} dimensions; drop the last ones"
         )
     used: set[str] = set()
-    for dimension, axes in enumerate(map(axes_of, entries)):
+    for dimension, axes in enumerate(map(flat_axes, spec)):
         for axis in axes:
             if axis not in mesh.shape:
+                known = ", ".join(f"{name!r} ({size})" for name, size in mesh.shape.items())
                 raise ShardingError(
-                    f"{where}: the mesh has no axis {axis!r}{closest(axis, mesh.shape)}; its axes are "
-                    f"{', '.join(f'{name!r} ({size})' for name, size in mesh.shape.items())}"
+                    f"{where}: the mesh has no axis {axis!r}{closest(axis, mesh.shape)}; its axes are {known}"
                 )
             if axis in used:
                 raise ShardingError(f"{where}: axis {axis!r} is used twice; a mesh axis can split one dimension only")
             used.add(axis)
         parts = math.prod(mesh.shape[axis] for axis in axes)
-        if variable.shape[dimension] % parts:
-            fitting = [str(index) for index, size in enumerate(variable.shape) if size and size % parts == 0]
-            hint = "no dimension divides; replicate it with PartitionSpec() or use a mesh whose axis divides it"
-            hint = f"dimension {' or '.join(fitting)} would divide" if fitting else hint
+        if shape[dimension] % parts:
+            fitting = [str(index) for index, size in enumerate(shape) if size and size % parts == 0]
+            hint = f"dimension {' or '.join(fitting)} would divide" if fitting else "no dimension divides; replicate it"
             raise ShardingError(
-                f"{where}: dimension {dimension} of size {variable.shape[dimension]} does not divide into {parts} "
+                f"{where}: dimension {dimension} of size {shape[dimension]} does not divide into {parts} "
                 f"parts (axis {', '.join(map(repr, axes))}); {hint}"
             )
-    return PartitionSpec(*entries)
+    return spec
 
 
-def _as_mesh(mesh: Any) -> Mesh:
+# Variables that are split like another one ----------------------------------------------------------------------------
+
+
+def along(sharding: Any, dims: Sequence[int | None], shape: Sequence[int]) -> Any:
+    """The sharding of an array of this shape that belongs to one with this `sharding`; unchanged if that has no spec.
+
+    `dims` gives for each dimension the corresponding one of the other array, or None. A dimension that does not divide
+    is not split, such as one with fewer quantization scales than parts. The kind of memory is the same.
+    """
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    of_other = dict(enumerate(sharding.spec))
+    entries = [None if dim is None else of_other.get(dim) for dim in dims]
+    parts = [math.prod(sharding.mesh.shape[axis] for axis in flat_axes(entry)) for entry in entries]
+    fitting = [None if size % count else entry for size, count, entry in zip(shape, parts, entries, strict=True)]
+    return NamedSharding(sharding.mesh, trimmed(fitting), memory_kind=sharding.memory_kind)
+
+
+def follow_weights(variables: Mapping[str, AbstractVariable], paths: Iterable[str]) -> dict[str, AbstractVariable]:
+    """LoRA pairs and quantization scales among the paths, each split like the weight that it belongs to.
+
+    Omits those whose weight is unknown, has no sharding, or is itself one of the paths.
+    """
+    described = describe(variables)
+    left = set(paths)
+    followed: dict[str, AbstractVariable] = {}
+    for path, variable in variables.items():
+        role = described[path]
+        weight = variables.get(role.follows or "") if path in left and role.role in ("lora", "scale") else None
+        if weight is None or weight.path in left or weight.sharding is None:
+            continue
+        sharding = along(weight.sharding, role.dims, variable.shape)
+        sharding = in_memory(sharding, None, path) if role.role == "lora" else sharding
+        spec = f"{sharding.spec}, " if isinstance(sharding, NamedSharding) else ""
+        text = f"{spec}with {weight.path!r}, which it belongs to"
+        followed[path] = dataclasses.replace(variable, sharding=sharding, reason=Reason("follows", text))
+    return followed
+
+
+def lora_shardings(sharding: Any, shape: tuple[int, ...], rank: int) -> tuple[Any, Any]:
+    """The shardings of the LoRA pair of a weight of shape (…, n), which Keras makes (…, rank) and (rank, n).
+
+    A pair is trained, so it is on devices even if its weight is in host memory.
+    """
+    *rest, last = range(len(shape))
+    sharding = in_memory(sharding, None, "")
+    return along(sharding, [*rest, None], (*shape[:-1], rank)), along(sharding, [None, last], (rank, shape[-1]))
+
+
+def follow(
+    state: Mapping[str, AbstractVariable],
+    assigned: Mapping[str, AbstractVariable],
+    mesh: Any = None,
+    memory_kind: str | None = None,
+) -> dict[str, AbstractVariable]:
+    """Optimizer state, each variable placed like its parameter; without a parameter, on every device of the mesh.
+
+    Its kind of memory does not depend on its parameter's. State without a parameter is small, and on devices.
+    """
+    if mesh is None:
+        shardings = (variable.sharding for variable in assigned.values())
+        mesh = next((sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)), None)
     mesh = getattr(mesh, "backend_mesh", mesh)
-    if not isinstance(mesh, Mesh | AbstractMesh):  # only names and sizes are used, and an AbstractMesh has both
-        hint = "Make one with jax.sharding.Mesh(devices, axis_names)."
-        raise ShardingError(f"mesh is a jax.sharding.Mesh; got {type(mesh).__name__}. {hint}")
-    return cast("Mesh", mesh)
+    placed: dict[str, AbstractVariable] = {}
+    for path, variable in state.items():
+        parameter = assigned.get(variable.follows or "")
+        sharding = layout = None
+        text = "optimizer state of no parameter, replicated"
+        if parameter is not None and parameter.shape == variable.shape:
+            sharding = parameter.sharding
+            layout = parameter.layout if parameter.dtype == variable.dtype else None
+            text = f"as {parameter.path!r}, whose optimizer state it is"
+        elif parameter is not None and isinstance(parameter.sharding, NamedSharding):
+            sharding = _related(parameter.sharding, parameter.shape, variable.shape)
+            text = f"{sharding.spec}, from the sharding of {parameter.path!r}, whose optimizer state it is"
+        elif mesh is not None:
+            sharding = NamedSharding(mesh, PartitionSpec())
+        if parameter is not None:
+            sharding = in_memory(sharding, memory_kind, path)
+            layout = None if memory_kind else layout
+        reason = None if sharding is None else Reason("optimizer", text)
+        placed[path] = dataclasses.replace(variable, sharding=sharding, layout=layout, reason=reason)
+    return placed
 
 
-def _unmatched_message(unmatched: list[AbstractVariable], threshold: int, mesh: Mesh) -> str:
-    largest = sorted(unmatched, key=lambda variable: -variable.nbytes)
-    described = listed(f"{v.path} {v.shape} {format_bytes(v.nbytes)}" for v in largest)
-    return (
-        f"{len(unmatched)} variables of at least {format_bytes(threshold)} match no sharding rule and are replicated "
-        f"on all {mesh.size} devices ({format_bytes(sum(v.nbytes for v in unmatched))} each): {described}. "
-        "Add a rule for them, or pass repair=True to shard() to split them; PartitionSpec() as a rule replicates them."
-    )
+def _related(sharding: NamedSharding, parameter: tuple[int, ...], shape: tuple[int, ...]) -> NamedSharding:
+    """The sharding of state of another shape than its parameter's.
+
+    A history, as L-BFGS keeps, has further leading dimensions. Factored second moments have one dimension less. If the
+    missing one may be either of two that are split differently, as for square matrices, the state, which is small, is
+    replicated.
+    """
+    own = list(range(len(parameter)))
+    candidates = [[dim for dim in own if dim != left_out] for left_out in own]
+    found = {along(sharding, dims, shape) for dims in candidates if tuple(parameter[dim] for dim in dims) == shape}
+    if own and shape[-len(own) :] == parameter:
+        found = {along(sharding, [None] * (len(shape) - len(own)) + own, shape)}
+    return found.pop() if len(found) == 1 else NamedSharding(sharding.mesh, PartitionSpec())
+
+
+# Reports --------------------------------------------------------------------------------------------------------------
 
 
 @overload

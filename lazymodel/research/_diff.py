@@ -7,8 +7,9 @@ bytes first, which is sufficient for equal tensors.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,7 +30,6 @@ _CHUNK = 4 << 20  # bytes of a tensor that a thread reads at once
 _BLOCK = 1 << 16  # elements that are compared at once, in the caches
 _WORKSPACE = 16 << 20  # bytes of temporaries of a thread
 _SIZES = ("largest", "relative")  # of differences
-_LOW = 2**11 - 1  # the bits of a 64-bit integer that float64 may lose
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,9 +158,8 @@ def diff(a: Any, b: Any, *, tolerance: float | None = None, progress: ProgressTo
         raise LazyModelError(f"tolerance is None or a number of at least 0; got {tolerance!r}")
     (first, one), (second, other) = _tensors(a), _tensors(b)
     both = sorted((name for name in first if name in second), key=lambda name: (first[name].file, first[name].offset))
-    found: _Found = {}
     comparable = [(name, first[name], second[name]) for name in both if first[name].shape == second[name].shape]
-    _compare(comparable, found, progress_for(progress))
+    found = _compare(comparable, progress_for(progress))
     tensors: list[TensorDifference] = []
     for name in both:
         shapes = first[name].shape, second[name].shape
@@ -186,93 +185,65 @@ def _both(texts: Sequence[str]) -> str:
     return texts[0] if texts[0] == texts[1] else f"{texts[0]} → {texts[1]}"
 
 
-_Found: TypeAlias = "dict[str, tuple[int, float, float, int]]"  # name → result of `_of_block` for all of it
+_Block: TypeAlias = "tuple[int, float, float, int]"  # see `_of_block`
 
 
-class _Job(NamedTuple):
-    """A region of two tensors of one name."""
-
-    name: str
-    pair: tuple[LazyTensor, LazyTensor]
-    box: Box
-    last: bool
-
-
-def _jobs(pairs: Sequence[tuple[str, LazyTensor, LazyTensor]]) -> Iterator[_Job]:
-    for name, a, b in pairs:
-        boxes = list(slabs(a.shape, max(_CHUNK // max(a.itemsize, b.itemsize), 1))) if a.size else []
-        yield from (_Job(name, (a, b), box, box is boxes[-1]) for box in boxes)
-
-
-def _compare(pairs: Sequence[tuple[str, LazyTensor, LazyTensor]], found: _Found, bar: Progress) -> None:
-    """Compares tensors of equal shapes, in threads; results come in order."""
+def _compare(pairs: Sequence[tuple[str, LazyTensor, LazyTensor]], bar: Progress) -> dict[str, _Block]:
+    """Compares tensors of equal shapes, in threads: name → result of `_of_block` for all of it."""
     bar.start(sum(a.nbytes + b.nbytes for _, a, b in pairs), f"comparing {len(pairs)} tensors")
-    jobs, scratch = list(_jobs(pairs)), Scratch(_WORKSPACE)
-    ranges = [each for job in jobs for tensor in job.pair for each in required_ranges(tensor, [job.box])]
+    scratch, found = Scratch(_WORKSPACE), dict[str, _Block]()
+    jobs = [
+        (name, (a, b), box)
+        for name, a, b in pairs
+        for box in (slabs(a.shape, max(_CHUNK // max(a.itemsize, b.itemsize), 1)) if a.size else ())
+    ]
+    left = Counter(name for name, _, _ in jobs)
 
-    def compare(job: _Job) -> list[tuple[int, float, float, int]]:
-        return _job(job, scratch)
+    def compare(job: tuple[str, tuple[LazyTensor, LazyTensor], Box]) -> list[_Block]:
+        _, pair, box = job
+        arrays: list[np.ndarray] = []
+        for number, tensor in enumerate(pair):
+            values = scratch.buffer(tensor.box(box).nbytes, number).view(tensor.dtype).reshape(box_shape(box))
+            fill(tensor, [box], [values], scratch.workspace)
+            arrays.append(values.reshape(-1))
+        one, other = arrays
+        blocks = range(0, one.size, _BLOCK)
+        return [_of_block(one[start : start + _BLOCK], other[start : start + _BLOCK]) for start in blocks]
 
+    ranges = [each for _, pair, box in jobs for tensor in pair for each in required_ranges(tensor, [box])]
     try:
         with reading_ahead(ranges), parallel(compare, jobs, cores(), "diff") as compared:
-            for job, results in zip(jobs, compared, strict=True):
-                counts, *sizes, more = zip(*results, found.get(job.name, (0, 0.0, 0.0, 0)), strict=True)
+            for (name, pair, box), results in zip(jobs, compared, strict=True):
+                counts, *sizes, more = zip(*results, found.get(name, (0, 0.0, 0.0, 0)), strict=True)
                 largest, relative = map(max, sizes)
-                found[job.name] = sum(counts), largest, relative, sum(more)
-                bar.advance(sum(tensor.box(job.box).nbytes for tensor in job.pair), job.name)
-                for tensor in job.pair if job.last else ():
+                found[name] = sum(counts), largest, relative, sum(more)
+                bar.advance(sum(tensor.box(box).nbytes for tensor in pair), name)
+                left[name] -= 1
+                for tensor in pair if not left[name] else ():
                     tensor.source.release()
     finally:
         bar.finish()
-
-
-def _job(job: _Job, scratch: Scratch) -> list[tuple[int, float, float, int]]:
-    a, b = job.pair
-    common = _common(a.dtype, b.dtype)
-    if a.dtype != b.dtype and not any(map(_is_wide, (a.dtype, b.dtype))):
-        a, b = a.astype(common), b.astype(common)
-    arrays: list[np.ndarray] = []
-    for number, tensor in enumerate((a, b)):
-        values = scratch.buffer(tensor.box(job.box).nbytes, number).view(tensor.dtype).reshape(box_shape(job.box))
-        fill(tensor, [job.box], [values], scratch.workspace)
-        arrays.append(values.reshape(-1))
-    one, other = arrays
-    blocks = range(0, one.size, _BLOCK)
-    return [_of_block(one[start : start + _BLOCK], other[start : start + _BLOCK], common) for start in blocks]
+    return found
 
 
 def _common(a: np.dtype[Any], b: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype in which two elements are subtracted."""
-    wide = max(a.itemsize, b.itemsize)
+    """The dtype in which two elements are subtracted. Long doubles represent 64-bit integers on most machines."""
+    wide = any(dtype.kind in "iu" and dtype.itemsize == 8 for dtype in (a, b))
     if any(jnp.issubdtype(each, np.complexfloating) for each in (a, b)):
-        return np.dtype(np.complex128)
-    small = all(jnp.issubdtype(each, np.floating) for each in (a, b)) and wide <= 4
-    return np.dtype(np.float32 if small else np.float64)
+        return np.dtype(np.clongdouble if wide else np.complex128)
+    small = all(jnp.issubdtype(each, np.floating) and each.itemsize <= 4 for each in (a, b))
+    return np.dtype(np.longdouble if wide else np.float32 if small else np.float64)
 
 
-def _is_wide(dtype: np.dtype[Any]) -> bool:
-    """Returns True if a dtype has integers that float64 cannot represent."""
-    return dtype.kind in "iu" and dtype.itemsize == 8
-
-
-def _gap(a: np.ndarray, b: np.ndarray, common: np.dtype[Any]) -> np.ndarray:
-    """Absolute differences of elements; 64-bit integers as sums of two floats each, which are not rounded."""
-    rest = 0
-    for values, sign in ((a, 1), (b, -1)):
-        if _is_wide(values.dtype):
-            rest = rest + sign * (values & _LOW).astype(np.float64)
-    x, y = ((each - (each & _LOW) if _is_wide(each.dtype) else each).astype(common, copy=False) for each in (a, b))
-    with np.errstate(all="ignore"):
-        return np.abs(x - y + rest if np.ndim(rest) else x - y)
-
-
-def _of_block(a: np.ndarray, b: np.ndarray, common: np.dtype[Any]) -> tuple[int, float, float, int]:
+def _of_block(a: np.ndarray, b: np.ndarray) -> _Block:
     """Number of elements that differ, largest absolute and relative difference, and number that are not finite."""
-    if a.dtype != b.dtype:
-        unequal = _gap(a, b, common) != 0
-    else:
+    common = _common(a.dtype, b.dtype)
+    if a.dtype == b.dtype:
         bits = np.dtype((np.void, a.itemsize)) if a.itemsize > 8 else np.dtype(f"u{a.itemsize}")
         unequal = a.view(bits) != b.view(bits)
+    else:
+        x, y = a.astype(common), b.astype(common)
+        unequal = (x != y) & ~(np.isnan(x) & np.isnan(y))
     different = int(np.count_nonzero(unequal))
     if not different:
         return 0, 0.0, 0.0, 0
@@ -281,17 +252,16 @@ def _of_block(a: np.ndarray, b: np.ndarray, common: np.dtype[Any]) -> tuple[int,
     nonfinite = 0
     with np.errstate(all="ignore"):
         x, y = a.astype(common, copy=False), b.astype(common, copy=False)
-        gap = _gap(a, b, common)
+        gap = np.abs(x - y)
         if not np.isfinite(gap.max()):
             common = np.promote_types(common, np.float64)  # for values that overflow float32
-            x, y, gap = a.astype(common), b.astype(common), _gap(a, b, common)
+            x, y = a.astype(common), b.astype(common)
+            gap = np.abs(x - y)
             apart = np.isfinite(gap)
             alike = (x == y) | (np.isnan(x) & np.isnan(y))
             nonfinite = int(np.count_nonzero(~apart & ~alike))
             x, y, gap = x[apart], y[apart], gap[apart]
         if not gap.size:
             return different, 0.0, 0.0, nonfinite
-        largest, larger = float(gap.max()), np.maximum(np.abs(x), np.abs(y))
-        ratio = np.divide(gap, larger, out=larger)
-        relative = float(np.fmax.reduce(ratio))  # NaN for zeros of opposite signs
-    return different, largest, 0.0 if np.isnan(relative) else relative, nonfinite
+        relative = float(np.fmax.reduce(gap / np.maximum(np.abs(x), np.abs(y))))  # NaN for zeros of opposite signs
+    return different, float(gap.max()), 0.0 if np.isnan(relative) else relative, nonfinite

@@ -55,20 +55,20 @@ class Moments:
         if self.std and other.std:
             mean, square = self.mean * other.mean, (self.mean**2 + self.std**2) * (other.mean**2 + other.std**2)
             return Moments(mean, math.sqrt(max(square - mean**2, 0)))
-        drawn, factor = (self, other.mean) if self.std else (other, self.mean)
-        support = None
-        if drawn.support and factor:
-            low, high = (bound * factor for bound in drawn.support)
-            support = (min(low, high), max(low, high))
-        return Moments(drawn.mean * factor, abs(drawn.std * factor), support)
+        return self._moved(other.mean, 0.0) if self.std else other._moved(self.mean, 0.0)
 
     def plus(self, other: Moments) -> Moments:
         """The sum of independent values."""
         if self.std and other.std:
             return Moments(self.mean + other.mean, math.hypot(self.std, other.std))
-        drawn, shift = (self, other.mean) if self.std else (other, self.mean)
-        support = drawn.support and (drawn.support[0] + shift, drawn.support[1] + shift)
-        return Moments(drawn.mean + shift, drawn.std, support)
+        return self._moved(1.0, other.mean) if self.std else other._moved(1.0, self.mean)
+
+    def _moved(self, factor: float, shift: float) -> Moments:
+        support = None
+        if self.support and factor:
+            low, high = sorted(bound * factor + shift for bound in self.support)
+            support = (low, high)
+        return Moments(self.mean * factor + shift, abs(self.std * factor), support)
 
 
 _MINUS = Moments(-1.0, 0.0)

@@ -125,9 +125,6 @@ _KINDS: dict[_Kind, str] = {
 }
 
 
-_RULES: tuple[Rule, ...] = ("adam", "sgd")
-
-
 @dataclasses.dataclass(frozen=True)
 class MupVariable:
     """The parametrization of one variable under muP.
@@ -160,9 +157,6 @@ class MupVariable:
     adam: float
     sgd: float
     source: str
-
-    def multiplier(self, rule: Rule) -> float:
-        return self.adam if rule == "adam" else self.sgd
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -222,9 +216,9 @@ class Mup(Report, Mapping[str, MupVariable]):
 
     def multipliers(self, rule: Rule) -> dict[str, float]:
         """Path → multiplier of the learning rate, for `"adam"` or `"sgd"`."""
-        if rule not in _RULES:
-            raise LazyModelError(f"a rule is {' or '.join(map(repr, _RULES))}; got {rule!r}")
-        return {path: variable.multiplier(rule) for path, variable in self.items()}
+        if rule not in ("adam", "sgd"):
+            raise LazyModelError(f"a rule is 'adam' or 'sgd'; got {rule!r}")
+        return {path: getattr(variable, rule) for path, variable in self.items()}
 
     def rescaled(self, model: AnyModel, /) -> AnyModel:
         """The model with its own initial values multiplied by `factors`; keys and distributions do not change.
@@ -481,32 +475,22 @@ def _row(variable: Grown, sides: Sides, layers: float, depth: float | None) -> M
     (Dey et al. 2025).
     """
     fan_in, fan_out = sides.ratio(variable, "in"), sides.ratio(variable, "out")
-    std = adam = sgd = 1.0
-    if "in" in sides.sides.values():
-        kind: _Kind = "hidden" if "out" in sides.sides.values() else "output"
-        std = adam = sgd = 1 / fan_in
-        if kind == "hidden":
-            std, sgd = fan_in**-0.5, fan_out / fan_in
-    else:  # input weights and all biases; a fixed variable has a fan-out of 1
-        kind = ("vector" if sides.vector else "input") if "out" in sides.sides.values() else "fixed"
-        sgd = fan_out
+    kinds: dict[tuple[bool, bool], _Kind] = {
+        (True, True): "hidden",
+        (True, False): "output",
+        (False, True): "vector" if sides.vector else "input",
+        (False, False): "fixed",
+    }
+    found = sides.sides.values()
+    kind = kinds["in" in found, "out" in found]
+    # A side without dimensions has a ratio of 1.
+    std, adam, sgd = fan_in**-0.5 if kind == "hidden" else 1 / fan_in, 1 / fan_in, fan_out / fan_in
     if depth is not None and layers != 1:
         adam, sgd = adam * layers ** (depth - 1), sgd * layers ** (2 * depth - 1)
     before, own = variable.stds
-    return MupVariable(
-        path=variable.path,
-        base_shape=variable.base,
-        shape=variable.shape,
-        kind=kind,
-        fan_in=fan_in,
-        fan_out=fan_out,
-        base_std=before,
-        own_std=own,
-        std=None if before is None else before * std,
-        adam=adam,
-        sgd=sgd,
-        source=sides.source,
-    )
+    std = None if before is None else before * std
+    shapes = variable.base, variable.shape
+    return MupVariable(variable.path, *shapes, kind, fan_in, fan_out, before, own, std, adam, sgd, sides.source)
 
 
 def _deeper(base: ModelSpec, model: ModelSpec, grown: Mapping[str, Grown], depth: float | None) -> dict[str, float]:

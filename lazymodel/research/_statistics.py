@@ -31,7 +31,7 @@ from lazymodel._show.progress import ProgressTo, progress_for
 from lazymodel._show.table import Column, Table, Tabled, plain
 from lazymodel._show.text import closest, empty_figure, finished_figure, plural
 from lazymodel._tensors.boxes import Box, box_shape, slabs, whole_box
-from lazymodel._tensors.buffers import Scratch, Workspace, cores, empty_aligned, parallel
+from lazymodel._tensors.buffers import Scratch, cores, empty_aligned, parallel
 from lazymodel._tensors.lazy import LazyTensor, lazy
 from lazymodel._tensors.shards import on_host
 from lazymodel._tensors.tensor_source import fill, fill_parts
@@ -176,42 +176,20 @@ def cut(shape: Sequence[int]) -> int:
 # compiled program for each shape, dtype and sharding.
 
 
-def _dispatched(array: jax.Array, *, layered: bool, spectral: bool) -> Any:
-    """Dispatches the program of an array, without waiting for its results."""
+def _measured_on_devices(array: jax.Array, *, layered: bool, spectral: bool) -> Iterator[_Measured]:
     if is_offloaded(array.sharding):  # compute on its devices
         array = jax.device_put(array, in_memory(array.sharding, None, ""))
-    values = _unplaced(array)
-    sharding = values.sharding
-    everywhere = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
-    with jax.enable_x64(True) if values.dtype.itemsize == 8 else jax.enable_x64(uses_x64()):
-        return _program(layered, spectral, everywhere)(values)
-
-
-def _unplaced(array: jax.Array) -> jax.Array:
-    """The same array on a mesh of automatic axes: on explicit axes, every sum would need its own sharding."""
-    if not isinstance(array.sharding, NamedSharding):
-        return array
-    mesh: Any = array.sharding.mesh
-    plain = NamedSharding(Mesh(mesh.devices, mesh.axis_names), array.sharding.spec)
-    shards = [shard.data for shard in array.addressable_shards]
-    return jax.make_array_from_single_device_arrays(array.shape, plain, shards)
-
-
-def _rows(
-    path: str, shape: tuple[int, ...], dtype: str, layered: bool, found: Iterable[tuple[_Numbers, float | None]]
-) -> Iterator[VariableStatistics]:
-    """A variable's statistics, or those of each of its layers."""
-    for index, (each, norm) in enumerate(found):
-        name = f"{path}[{index}]" if layered else path
-        numbers = (each.mean, each.std, each.low, each.high, norm, each.nonfinite)
-        yield VariableStatistics(name, shape[1:] if layered else shape, dtype, *numbers)
-
-
-def _on_devices(measured: Any, layered: bool) -> Iterator[tuple[_Numbers, float | None]]:
-    """Results of an array's program, one for each layer."""
-    found = [None if part is None else np.asarray(part) if layered else np.asarray(part)[None] for part in measured]
-    for index in range(len(cast(Any, found[0]))):
-        *numbers, bidiagonal = (None if part is None else part[index] for part in found)
+    everywhere = None
+    if isinstance(array.sharding, NamedSharding):  # on explicit axes, every sum would need its own sharding
+        own: Any = array.sharding.mesh
+        mesh, shards = Mesh(own.devices, own.axis_names), [shard.data for shard in array.addressable_shards]
+        automatic = NamedSharding(mesh, array.sharding.spec)
+        array = jax.make_array_from_single_device_arrays(array.shape, automatic, shards)
+        everywhere = NamedSharding(mesh, PartitionSpec())
+    with jax.enable_x64(True) if array.dtype.itemsize == 8 else jax.enable_x64(uses_x64()):
+        measured = jax.device_get(_program(layered, spectral, everywhere)(array))
+    for index in range(array.shape[0] if layered else 1):
+        *numbers, bidiagonal = (None if part is None else part[index] if layered else part for part in measured)
         exponent, mean, std, low, high, nonfinite = (cast(Any, number).item() for number in numbers)
         norm = None if bidiagonal is None else math.ldexp(_largest_singular_value(bidiagonal), exponent)
         yield _Numbers(1, math.ldexp(mean, exponent), math.ldexp(std, exponent), low, high, nonfinite), norm
@@ -316,15 +294,14 @@ def _largest_singular_value(bidiagonal: np.ndarray[Any, Any]) -> float:
 
 # Statistics of values that are not arrays on devices yet: read, or initialized, one variable at a time, on the host.
 #
-# A variable is held whole, in the dtype of sums, only if its spectral norm is requested. Everything else is computed
-# block by block, while a block is in the caches.
+# A variable is held whole, in the dtype of its spectral norm, only if that is requested. Everything else is computed
+# block by block, while a block is in the caches, in float64.
 
 
 _BLOCK = 1 << 16  # elements that are summed at once
 _CHUNK = 1 << 22  # elements that a thread reads at once, if a variable is not held
 _PRODUCT = 1 << 18  # elements that are multiplied from both sides while they are in the caches
 _WORKSPACE = 16 << 20  # bytes of temporaries of a thread that reads
-_SQUARED = (1e-9, 1e9)  # sizes of numbers whose squares, and sums of billions of these, are in float32's range
 
 _Array: TypeAlias = "np.ndarray[Any, Any]"
 _T = TypeVar("_T")
@@ -344,49 +321,44 @@ class _Numbers(NamedTuple):
     nonfinite: int
 
 
-def _measured_on_host(tensor: LazyTensor, *, spectral: bool) -> tuple[_Numbers, float | None]:
+_Measured: TypeAlias = "tuple[_Numbers, float | None]"
+
+
+def _measured_on_host(tensor: LazyTensor, *, spectral: bool) -> _Measured:
     floating = jnp.issubdtype(tensor.dtype, np.floating)
     if floating:
         tensor = tensor.astype(np.dtype(np.float64 if tensor.dtype.itemsize >= 8 else np.float32))
     elif tensor.dtype.kind not in "iuc":  # booleans, and integers of less than a byte
         tensor = tensor.astype(np.dtype(np.int8))
+    scratch = Scratch(_WORKSPACE)
     if spectral and tensor.ndim > 1 and floating and tensor.size:
-        values = _read(tensor).reshape(-1)
+        values = empty_aligned(tensor.shape, tensor.dtype)
+        _each(lambda part: part.run(scratch.workspace), fill_parts(tensor, [whole_box(tensor.shape)], [values]))
+        values = values.reshape(-1)
         starts = range(0, values.size, _CHUNK)
-        numbers = _merged(_each(lambda start: _host_numbers(values[start : start + _CHUNK]), starts))
+        numbers = _merged(_each(lambda start: _of_chunk(values[start : start + _CHUNK]), starts))
         if numbers.nonfinite:
             np.nan_to_num(values, copy=False, nan=0, posinf=0, neginf=0)  # would make all results not finite
-        rows = int(np.prod(tensor.shape[: cut(tensor.shape)]))
-        scale = _scale(numbers.low, numbers.high) if numbers.size else 1.0
-        if scale != 1:
-            values /= values.dtype.type(scale)
-        return numbers, scale * _largest(values.reshape(rows, -1))
+        # Squares, and sums of billions of these, stay in the range of float32.
+        scale = (max(abs(numbers.low), abs(numbers.high)) if numbers.size else 0) or 1.0
+        values /= values.dtype.type(scale)
+        return numbers, scale * _largest(values.reshape(math.prod(tensor.shape[: cut(tensor.shape)]), -1))
 
     def chunk(box: Box) -> _Numbers:
         values = empty_aligned(box_shape(box), tensor.dtype)
-        fill(tensor, [box], [values], Workspace(_WORKSPACE))
-        return _host_numbers((np.abs(values) if tensor.dtype.kind == "c" else values).reshape(-1))
+        fill(tensor, [box], [values], scratch.workspace)
+        return _of_chunk((np.abs(values) if tensor.dtype.kind == "c" else values).reshape(-1))
 
     return _merged(_each(chunk, slabs(tensor.shape, _CHUNK))), None
 
 
-def _read(tensor: LazyTensor) -> _Array:
-    values = empty_aligned(tensor.shape, tensor.dtype)
-    scratch = Scratch(_WORKSPACE)
-    _each(lambda part: part.run(scratch.workspace), fill_parts(tensor, [whole_box(tensor.shape)], [values]))
-    return values
-
-
 def _each(function: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
     """Results of `function` for all items, on all cores."""
-    items = list(items)
-    if len(items) < 2:
-        return [function(item) for item in items]
     with parallel(function, items, cores(), "statistics") as results:
         return list(results)
 
 
-def _host_numbers(values: _Array) -> _Numbers:
+def _of_chunk(values: _Array) -> _Numbers:
     return _merged([_of_block(values[start : start + _BLOCK]) for start in range(0, values.size, _BLOCK)])
 
 
@@ -399,22 +371,10 @@ def _of_block(values: _Array) -> _Numbers:
         if not values.size:
             return _Numbers(0, math.nan, math.nan, math.inf, -math.inf, nonfinite)
         low, high = values.min(), values.max()
-    scale = _scale(float(low), float(high))
-    low, high = low.item(), high.item()
-    if values.dtype.kind in "iu":
-        values = values.astype(np.float64)
-    if scale != 1:
-        values = values / values.dtype.type(scale)
-    mean = values.mean()
-    rest = values - mean
-    std = math.sqrt(float(np.dot(rest, rest)) / values.size)
-    return _Numbers(values.size, scale * float(mean), scale * std, low, high, nonfinite)
-
-
-def _scale(low: float, high: float) -> float:
-    """The divisor of numbers in this range that keeps their squares, and sums of these, within float32."""
-    size = max(abs(low), abs(high))
-    return 1.0 if not size or _SQUARED[0] < size < _SQUARED[1] else 2.0 ** (math.frexp(size)[1] - 1)
+    wide = values.astype(np.float64)
+    mean = float(wide.mean())
+    wide -= mean
+    return _Numbers(values.size, mean, math.sqrt(float(wide @ wide) / values.size), low.item(), high.item(), nonfinite)
 
 
 def _merged(parts: list[_Numbers]) -> _Numbers:
@@ -423,12 +383,12 @@ def _merged(parts: list[_Numbers]) -> _Numbers:
     some = [part for part in parts if part.size]
     if not some:
         return _Numbers(0, math.nan, math.nan, math.inf, -math.inf, nonfinite)
-    low, high = min(part.low for part in some), max(part.high for part in some)
     counts, means, deviations = (np.array([part[index] for part in some], np.float64) for index in range(3))
-    weights, scale = counts / counts.sum(), _scale(low, high)
+    weights = counts / counts.sum()
     mean = float(weights @ means)
-    square = weights @ (np.square(deviations / scale) + np.square((means - mean) / scale))
-    return _Numbers(int(counts.sum()), mean, scale * math.sqrt(square), low, high, nonfinite)
+    std = math.sqrt(weights @ (np.square(deviations) + np.square(means - mean)))
+    low, high = min(part.low for part in some), max(part.high for part in some)
+    return _Numbers(int(counts.sum()), mean, std, low, high, nonfinite)
 
 
 def _largest(matrix: _Array) -> float:
@@ -454,9 +414,6 @@ def _largest(matrix: _Array) -> float:
     return float(np.sqrt(max(values[-1], 0)))
 
 
-_IN_FLIGHT = 2  # programs dispatched before waiting for the first: the temporaries of one more variable
-
-
 def statistics(
     model: Any,
     checkpoint: Any = None,
@@ -479,8 +436,8 @@ def statistics(
     with its transpose.
 
     Complex numbers are measured by their absolute values |z|. An array without elements has a mean and a deviation of
-    NaN. Sums are in float32, or in float64 for float64 variables, of numbers scaled so that no square leaves the range.
-    For JAX arrays, temporaries on a device are up to five times the largest shard in that dtype (on CPUs, whose
+    NaN. For JAX arrays, sums are in float32, or in float64 for float64 variables, of numbers scaled so that no square
+    leaves the range, and temporaries on a device are up to five times the largest shard in that dtype (on CPUs, whose
     compiler writes the terms of each sum to memory).
     If several processes share the arrays, all of them must call this, and all get the result.
 
@@ -510,6 +467,7 @@ def statistics(
         True
     """
     shapes, arrays = _measurable(model, checkpoint)
+    shapes = {path: array for path, array in shapes.items() if not is_key(array.dtype)}
     if not shapes:
         raise LazyModelError(f"there are no arrays in {type(model).__name__} to measure")
     layered: set[str] = set()
@@ -519,49 +477,37 @@ def statistics(
             raise LazyModelError(f"stacked={stacked!r} matches no variable{closest(stacked, shapes)}")
     bar = progress_for(progress)
     bar.start(sum(variable.nbytes for variable in shapes.values()), f"measuring {len(shapes)} variables")
-    # The previous array of a stream is gone before the next one comes.
-    in_flight = 1 if isinstance(model, ModelSpec) else _IN_FLIGHT
+    found: dict[str, list[VariableStatistics]] = {}
     try:
-        found: dict[str, Statistics] = {}
-        selected = ((path, array) for path, array in arrays if path in shapes)
-        for path, rows in _measured(selected, layered, in_flight, spectral=spectral):
-            found[path] = Statistics((row.path, row) for row in rows)
-            bar.advance(shapes[path].nbytes, path)
+        for path, array in arrays:
+            if path in shapes:
+                found[path] = list(_rows(path, array, path in layered, spectral=spectral))
+                bar.advance(shapes[path].nbytes, path)
+            del array  # before the next one of a stream comes
     finally:
         bar.finish()
-    return Statistics(item for path in shapes for item in found[path].items())
+    return Statistics((row.path, row) for path in shapes for row in found[path])
 
 
-def _measured(
-    arrays: Iterator[tuple[str, Any]], layered: set[str], in_flight: int, *, spectral: bool
-) -> Iterator[tuple[str, Iterator[VariableStatistics]]]:
-    """Yields the path and statistics of each array; programs of later arrays are dispatched before waiting."""
-    pending: list[tuple[str, Any, Any]] = []
-
-    def first() -> tuple[str, Iterator[VariableStatistics]]:
-        path, array, measured = pending.pop(0)
-        found = _on_devices(measured, path in layered)
-        return path, _rows(path, tuple(array.shape), np.dtype(array.dtype).name, path in layered, found)
-
-    for path, array in arrays:
-        if isinstance(array, jax.Array) and array.size:
-            pending.append((path, array, _dispatched(array, layered=path in layered, spectral=spectral)))
-            if len(pending) >= in_flight:
-                yield first()
-        else:
-            values = np.empty(array.shape, array.dtype) if isinstance(array, jax.Array) else array
-            tensor = lazy(values, path)
-            parts = [tensor[index] for index in range(tensor.shape[0])] if path in layered else [tensor]
-            found = [_measured_on_host(part, spectral=spectral) for part in parts]
-            tensor.source.release()
-            yield path, _rows(path, tuple(tensor.shape), tensor.dtype.name, path in layered, found)
-        del array
-    while pending:
-        yield first()
+def _rows(path: str, array: Any, layered: bool, *, spectral: bool) -> Iterator[VariableStatistics]:
+    """The statistics of a variable, or of each of its layers."""
+    if isinstance(array, jax.Array) and array.size:
+        measured = _measured_on_devices(array, layered=layered, spectral=spectral)
+    else:
+        tensor = lazy(np.empty(array.shape, array.dtype) if isinstance(array, jax.Array) else array, path)
+        parts = [tensor[index] for index in range(tensor.shape[0])] if layered else [tensor]
+        measured = [_measured_on_host(part, spectral=spectral) for part in parts]
+        tensor.source.release()
+    shape, dtype = tuple(array.shape), np.dtype(array.dtype).name
+    for index, (each, norm) in enumerate(measured):
+        name, own = (f"{path}[{index}]", shape[1:]) if layered else (path, shape)
+        yield VariableStatistics(name, own, dtype, each.mean, each.std, each.low, each.high, norm, each.nonfinite)
 
 
-def _measurable(model: Any, checkpoint: Mapping[str, Any] | None) -> tuple[dict[str, Any], Iterator[tuple[str, Any]]]:
-    """Returns the shapes of all that is measured, and the arrays or lazy tensors, in any order."""
+def _measurable(
+    model: Any, checkpoint: Mapping[str, Any] | None
+) -> tuple[Mapping[str, Any], Iterable[tuple[str, Any]]]:
+    """Returns all that may be measured, and the arrays or lazy tensors, in any order."""
     if not isinstance(model, ModelSpec):
         if checkpoint is not None:
             raise LazyModelError(
@@ -569,14 +515,9 @@ def _measurable(model: Any, checkpoint: Mapping[str, Any] | None) -> tuple[dict[
                 f"{type(model).__name__}"
             )
         arrays = named_arrays(model)
-        return _counted(arrays), iter(arrays.items())
+        return arrays, arrays.items()
     require_live(model.variables)
     devices = {device for sharding in device_shardings(model.variables).values() for device in sharding.device_set}
     if not all(map(on_host, devices)):
-        return _counted(model), stream(model, checkpoint)
-    choice = resolve_and_warn(model, flat_checkpoint(checkpoint))
-    return _counted(model), iter(lazy_values(model, choice).items())
-
-
-def _counted(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    return {path: array for path, array in arrays.items() if not is_key(array.dtype)}
+        return model, stream(model, checkpoint)
+    return model, lazy_values(model, resolve_and_warn(model, flat_checkpoint(checkpoint))).items()

@@ -268,15 +268,14 @@ def _by_layer(matched: Mapping[str, Mapping[str, str]]) -> list[dict[tuple[tuple
             raise LazyModelError(f"{name!r}: {{layer}} is to be a number, found {captures['layer']!r}")
         rest = tuple(sorted((key, text) for key, text in captures.items() if key != "layer"))
         layers.setdefault(int(captures["layer"]), {})[rest] = name
-    if missing := next((number for number in range(len(layers)) if number not in layers), None):
-        raise LazyModelError(f"there are layers up to {max(layers)}, and none with number {missing}")
-    if 0 not in layers:
-        raise LazyModelError(f"layers are numbered from 0; the first is {min(layers)}")
-    for number, layer in layers.items():
-        for rest in layers[0].keys() ^ layer.keys():
-            name = layers[0].get(rest) or layer[rest]
-            missing = number if rest in layers[0] else 0
-            raise LazyModelError(f"layer {missing} has nothing that corresponds to {name!r}; all have to be alike")
+    first = layers[min(layers)]
+    for number in range(len(layers)):
+        layer = layers.get(number, {})
+        for rest in first.keys() ^ layer.keys():
+            name, other = (first[rest], number) if rest in first else (layer[rest], min(layers))
+            raise LazyModelError(
+                f"layer {other} has nothing that corresponds to {name!r}; layers are numbered from 0 and all alike"
+            )
     return [layers[number] for number in range(len(layers))]
 
 

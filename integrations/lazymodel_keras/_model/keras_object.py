@@ -34,8 +34,7 @@ from lazymodel._abstract.variable import AbstractVariable, Reason, rule_path, un
 from lazymodel._errors import ShardingError, warn
 from lazymodel._mapping.match import lazy_values
 from lazymodel._programs.programs import InitRecipe
-from lazymodel._sharding.rules import follow, follow_weights
-from lazymodel._sharding.shard import check_spec
+from lazymodel._sharding.shard import check_spec, follow, follow_weights
 from lazymodel._show.text import first_of, format_bytes, listed
 from lazymodel._show.timeline import Span
 from lazymodel_keras import _upstream
