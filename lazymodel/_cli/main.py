@@ -4,23 +4,6 @@ Responsible for arguments, exit statuses and output streams; functions elsewhere
 
 Exit statuses: 0 success; 1 the command found a problem, and printed it; 2 wrong usage, nothing to work on, or an
 exception in the user's code, such as a function that builds a model; 130 interrupted.
-
-`lazymodel convert`: converts a checkpoint to another one, of any format.
-
-Responsible for the command's arguments and output. `_save/save` converts; models of KerasHub are converted by
-Keras' adapter, which is only used with --cls.
-
-`lazymodel diff`: compares two checkpoints.
-
-Responsible for the command's arguments and output; `research/_diff` compares.
-
-`lazymodel doctor`: lists packages, devices, memory and caches; for a first overview and for bug reports.
-
-Nothing is read over a network, and only JAX is imported: other packages are found by their metadata.
-
-`lazymodel inspect`: lists the content of a checkpoint, and its problems.
-
-Responsible for the command's arguments and output; `checkpoints._inspect` inspects.
 """
 
 from __future__ import annotations
@@ -29,15 +12,13 @@ import argparse
 import collections
 import contextlib
 import importlib.metadata
-import itertools
 import os
 import platform
 import sys
 import traceback
-import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -53,7 +34,7 @@ from lazymodel._cli.output import (
     show,
     storage_options,
 )
-from lazymodel._cli.plan import add_plan_parser
+from lazymodel._cli.plan import add_plan
 from lazymodel._devices.hardware import device_memory, libtpu_environment
 from lazymodel._errors import DoesNotFitError, LazyModelError
 from lazymodel._mapping.table import WeightMap
@@ -81,8 +62,7 @@ example:
 """
 
 
-def add_convert_parser(commands: Any) -> None:
-    """Adds the command to `lazymodel`."""
+def _add_convert(commands: Any) -> None:
     option = add_command(
         commands, "convert", _convert, "convert a checkpoint to another one, of any format", _DESCRIPTION, _EXAMPLE
     )
@@ -97,7 +77,9 @@ def add_convert_parser(commands: Any) -> None:
     formats = ("safetensors", "orbax", "hdf5", "numpy", "npy", "preset", "huggingface")
     option("--to", formats, "format of DST, if its name does not determine it; the last two with --cls")
     option("--dtype", "NAME", "convert floating-point tensors to this dtype, such as bfloat16", type=dtype_name)
-    option("--shard-size", "BYTES", "maximum of tensors in a file; default: 5GB, with --cls 10GiB")
+    option(
+        "--shard-size", "BYTES", "maximum of tensors in a file; default: 5GB, with --cls 10GiB", dest="max_shard_size"
+    )
     option("--include", "GLOB", "convert only tensors with such names", action="append")
     option("--exclude", "GLOB", "omit tensors with such names", action="append")
     option(
@@ -114,6 +96,9 @@ def add_convert_parser(commands: Any) -> None:
     option("--quiet", None, "show no progress")
 
 
+_SIZES = ("max_shard_size", "max_host_memory")
+
+
 def _convert(arguments: argparse.Namespace) -> int:
     if CONFIG.jax_platforms is None:
         # Nothing runs on devices: an accelerator that another process uses, or that starts slowly, is not touched.
@@ -128,8 +113,7 @@ def _convert(arguments: argparse.Namespace) -> int:
         "overwrite": arguments.overwrite,
         "progress": False if arguments.quiet else None,
     }
-    for name, value in (("max_shard_size", arguments.shard_size), ("max_host_memory", arguments.max_host_memory)):
-        options |= {} if value is None else {name: value}
+    options |= {name: value for name in _SIZES if (value := getattr(arguments, name)) is not None}
     found = _model(arguments, options) if arguments.cls is not None else _tensors(arguments, given, options)
     if found:
         print_text(f"{shown(arguments.destination)} differs from {shown(arguments.source)}: {listed(found)}")
@@ -142,7 +126,7 @@ def _tensors(arguments: argparse.Namespace, given: dict[str, Any] | None, option
     if arguments.quantize or arguments.to in ("preset", "huggingface"):
         what = f"--quantize {arguments.quantize}" if arguments.quantize else f"--to {arguments.to}"
         raise LazyModelError(f"{what} is for models of KerasHub; name one with --cls, such as --cls Gemma3CausalLM")
-    mapping: WeightMap | Callable[..., Any] | None = None if arguments.map is None else imported(arguments.map)
+    mapping: Any = None if arguments.map is None else imported(arguments.map)
     if mapping is not None and not isinstance(mapping, WeightMap) and not callable(mapping):
         raise LazyModelError(f"--map {arguments.map}: expected a WeightMap or a function, found {type(mapping)}")
     return convert(
@@ -151,7 +135,7 @@ def _tensors(arguments: argparse.Namespace, given: dict[str, Any] | None, option
         format=arguments.to,
         include=arguments.include or (),
         exclude=arguments.exclude or (),
-        mapping=mapping,
+        mapping=cast(Any, mapping),
         storage_options=given if is_url(arguments.destination) else None,
         **options,
     )
@@ -176,8 +160,7 @@ def _model(arguments: argparse.Namespace, options: dict[str, Any]) -> list[str]:
     )
 
 
-def add_diff_parser(commands: Any) -> None:
-    """Adds the command to `lazymodel`."""
+def _add_diff(commands: Any) -> None:
     description = (
         "Compares names, shapes, dtypes and values, reading both chunk by chunk. Exit status, as of diff: 0 they are "
         "the same, 1 they differ, 2 one cannot be read."
@@ -227,8 +210,7 @@ _ALWAYS = ("jax", "jaxlib", "numpy", "ml_dtypes", "rich")
 _SETTINGS = ("JAX_PLATFORMS", "XLA_FLAGS", "KERAS_BACKEND", "HF_HUB_OFFLINE", "HF_ENDPOINT", "LAZYMODEL_WAIT_SECONDS")
 
 
-def add_doctor_parser(commands: Any) -> None:
-    """Adds the command to `lazymodel`."""
+def _add_doctor(commands: Any) -> None:
     help = "show versions, devices, memory, caches, and packages missing for features"
     description = (
         "Prints versions, devices and their memory, caches, settings, and which package is missing for which feature. "
@@ -238,6 +220,7 @@ def add_doctor_parser(commands: Any) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
+    """Nothing is read over a network, and only JAX is imported: other packages are found by their metadata."""
     found = _found()
     if arguments.json:
         print_json("doctor", found)
@@ -287,38 +270,36 @@ def _version(package: str) -> str | None:
 
 
 def _tables(found: dict[str, Any]) -> list[Table]:
+    def nbytes(count: int | None) -> str:
+        return "unknown" if count is None else format_bytes(count)
+
     versions = ", ".join(f"{name} {version or 'not installed'}" for name, version in found["packages"].items())
     host, caches = found["host"], found["caches"]
-    available = "unknown" if host["available_nbytes"] is None else format_bytes(host["available_nbytes"])
     about = [
         ("versions", f"{versions}, Python {found['python']} ({sys.executable})"),
         ("system", found["system"]),
-        *(("devices", _device_text(each)) for each in found["devices"]),
+        *(
+            ("devices", f"{d['count']} × {d['kind']} ({d['platform']}), memory of each: {nbytes(d['memory_nbytes'])}")
+            for d in found["devices"]
+        ),
         *([("devices", f"none: {found['trouble']}")] if found["trouble"] else []),
-        ("host", f"{plural(host['cores'], 'core')}, {available} of memory available, of which loading stages at most "
-         f"{format_bytes(host['budget_nbytes'])} unless max_host_memory says otherwise"),
+        ("host", f"{plural(host['cores'], 'core')}, available memory: {nbytes(host['available_nbytes'])}"),
+        ("max_host_memory", f"{nbytes(host['budget_nbytes'])} by default"),
         ("compiled programs", caches["compiled programs"] or "not kept; set JAX_COMPILATION_CACHE_DIR to keep them"),
         ("Hugging Face", caches["Hugging Face"] or "no cache"),
         *(("setting", f"{name}={value}") for name, value in found["settings"].items()),
-    ]  # fmt: skip
-    rows = [
-        (each["feature"], f"{each['package']} {each['version'] or '–'}", "yes" if each["version"] else
-         f"pip install '{each['install']}'")
-        for each in found["features"]
-    ]  # fmt: skip
+    ]
+    rows: list[tuple[str, str, str]] = []
+    for each in found["features"]:
+        there = "yes" if each["version"] else f"pip install '{each['install']}'"
+        rows.append((each["feature"], f"{each['package']} {each['version'] or '–'}", there))
     return [
         Table("what there is", (Column(""), Column("found")), about),
         Table("what works", tuple(map(Column, ("feature", "package", "there"))), rows),
     ]
 
 
-def _device_text(device: dict[str, Any]) -> str:
-    memory = "of unknown memory" if device["memory_nbytes"] is None else f"of {format_bytes(device['memory_nbytes'])}"
-    return f"{device['count']} × {device['kind']} ({device['platform']}) {memory} each"
-
-
-def add_inspect_parser(commands: Any) -> None:
-    """Adds the command to `lazymodel`."""
+def _add_inspect(commands: Any) -> None:
     help = "list the content of a checkpoint, and its problems"
     description = (
         "Lists a checkpoint's files, tensors and metadata and all of its problems. Reads headers only. "
@@ -350,11 +331,10 @@ def _completion(arguments: argparse.Namespace) -> int:
         import shtab
     except ImportError as error:
         raise LazyModelError("completion needs shtab: pip install shtab") from error
-    print(shtab.complete(make_parser(), arguments.shell))
+    print(shtab.complete(_make_parser(), arguments.shell))
     return 0
 
 
-_OURS = ("lazymodel", "lazymodel_flax", "lazymodel_keras")
 _EXAMPLES = """\
 examples:
   lazymodel inspect model.safetensors                list the content of a checkpoint, and its problems
@@ -369,7 +349,7 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command with these arguments, by default those of the process, and returns its exit status."""
-    parser = make_parser()
+    parser = _make_parser()
     arguments = parser.parse_args(argv)
     if "run" not in arguments:
         parser.print_help()
@@ -384,37 +364,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130  # the exit status of shells for SIGINT
-    except (Exception, SystemExit) as error:  # a user's function that exits with 0 has not built anything either
-        _print_own_traceback(error)
+    except (Exception, SystemExit):  # in the user's code; a function that exits with 0 has not built anything either
+        traceback.print_exc()
         return 2
 
 
-def _print_own_traceback(error: BaseException) -> None:
-    """Prints the traceback of an exception in a user's code, without our frames that lead there."""
-    chained: BaseException | None = error
-    while chained is not None:
-        entries: list[types.TracebackType] = []
-        entry = chained.__traceback__
-        while entry is not None:
-            entries.append(entry)
-            entry = entry.tb_next
-        theirs = itertools.dropwhile(lambda entry: _package(entry) in (*_OURS, "jax", "importlib"), entries)
-        kept = [entry for entry in theirs if _package(entry) not in _OURS]
-        if kept or isinstance(chained, SyntaxError):  # otherwise it is a bug of ours
-            chained.__traceback__ = None
-            for entry in reversed(kept):
-                own = types.TracebackType(chained.__traceback__, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-                chained.__traceback__ = own
-        chained = chained.__cause__ or chained.__context__
-    traceback.print_exception(error)
-
-
-def _package(entry: types.TracebackType) -> str:
-    return entry.tb_frame.f_globals.get("__name__", "").partition(".")[0]
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lazymodel",
         description="Look at checkpoints and models before loading, and convert them.",
@@ -423,11 +378,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"lazymodel {VERSION}")
     commands = parser.add_subparsers(metavar="COMMAND")
-    add_inspect_parser(commands)
-    add_plan_parser(commands)
-    add_convert_parser(commands)
-    add_diff_parser(commands)
-    add_doctor_parser(commands)
+    for add in (_add_inspect, add_plan, _add_convert, _add_diff, _add_doctor):
+        add(commands)
     description = "Prints a script for a shell to complete commands and options. Needs the package shtab."
     example = 'example, in ~/.bashrc: eval "$(lazymodel completion bash)"'
     help = "print a script for shell completion of these commands"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import functools
 import importlib
 import json
 import os
@@ -55,26 +54,22 @@ def imported(text: str) -> Any:
 def add_command(
     commands: Any, name: str, run: Callable[[argparse.Namespace], int], help: str, description: str, example: str
 ) -> Callable[..., None]:
-    """Adds a command to `lazymodel`; returns a function that adds options to it, as `_add_option`."""
+    """Adds a command to `lazymodel`; returns a function that adds an option (flags, value, help, **more) to it.
+
+    `value` is a placeholder, the choices, or None for a flag.
+    """
     formatter = argparse.RawDescriptionHelpFormatter if "\n" in description else argparse.HelpFormatter
     parser = commands.add_parser(name, help=help, description=description, epilog=example, formatter_class=formatter)
     parser.set_defaults(run=run)
-    return functools.partial(_add_option, parser)
+
+    def option(flags: str, value: str | Sequence[str] | None, help: str, **more: Any) -> None:
+        kind = "action" if value is None else "metavar" if isinstance(value, str) else "choices"
+        parser.add_argument(*flags.split(), help=help, **{kind: value or "store_true", **more})
+
+    return option
 
 
-def _add_option(
-    parser: argparse.ArgumentParser, flag: str, value: str | Sequence[str] | None, help: str, **more: Any
-) -> None:
-    """Adds an option; `flag` may have several names. `value` is a placeholder, the choices, or None for a flag."""
-    if value is None:
-        parser.add_argument(flag, action="store_true", help=help)
-    elif isinstance(value, str):
-        parser.add_argument(*flag.split(), metavar=value, help=help, **more)
-    else:
-        parser.add_argument(flag, choices=value, help=help, **more)
-
-
-# Arguments of `_add_option` for options that several commands have.
+# Arguments of an option that several commands have.
 JSON = ("--json", None, "print one JSON document instead of tables")
 STORAGE_OPTION = (
     "--storage-option",

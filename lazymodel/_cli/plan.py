@@ -7,7 +7,6 @@ adapter is only used for KerasHub's models.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -15,7 +14,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -66,7 +65,7 @@ or nothing to plan.
 _EXAMPLE = "example: lazymodel plan config.json --topology v5e-8 --topology v2-8 --dtype bfloat16 --optimizer adamw"
 
 
-def add_plan_parser(commands: Any) -> None:
+def add_plan(commands: Any) -> None:
     """Adds the command to `lazymodel`."""
     help = "show if a model fits, before anything is rented or loaded"
     option = add_command(commands, "plan", _plan, help, _DESCRIPTION, _EXAMPLE)
@@ -87,7 +86,8 @@ def add_plan_parser(commands: Any) -> None:
     option("--lora-rank", "RANK", "train LoRA pairs instead of the parameters", type=int)
     option("--optimizer", "NAME", "plan training with it, such as adamw")
     option("--host", "PATTERN", "regex of variables that are in the hosts' memory, such as '.*embeddings'")
-    option("--optimizer-on-host", None, "keep the optimizer's slots in the hosts' memory")
+    on_host = {"action": "store_const", "const": PINNED_HOST, "dest": "memory_kind"}
+    option("--optimizer-on-host", None, "keep the optimizer's slots in the hosts' memory", **on_host)
     option("--moments", "DTYPE", "dtype of the optimizer's moments; default: that of the parameters", type=dtype_name)
     option("--master-weights", "DTYPE", "the optimizer updates a copy with this dtype: float32", type=dtype_name)
     batch = "batch size of the compiled program; without --compile, activations of a transformer are estimated for it"
@@ -110,31 +110,20 @@ def _plan(arguments: argparse.Namespace) -> int:
             # Nothing runs on devices: an accelerator that another process uses, or that starts slowly, is not touched.
             jax.config.update("jax_platforms", "cpu")
         # Arguments are checked before anything is imported, built or compiled.
-        for name, amount in (("--device-memory", arguments.device_memory), ("--host-memory", arguments.host_memory)):
-            if amount is not None:
-                parse_bytes(amount, name=name, at_least=1)
-        if arguments.optimizer_on_host and arguments.optimizer is None:
-            raise LazyModelError("--optimizer-on-host is for --optimizer; name it")
+        for name in ("device_memory", "host_memory"):
+            if (amount := getattr(arguments, name)) is not None:
+                parse_bytes(amount, name=f"--{name.replace('_', '-')}", at_least=1)
         check_page(arguments.html)
-        sizes = {"batch": arguments.batch, "sequence": arguments.sequence}
-        compiled = arguments.compile in ("forward", "train")
-        what_if = WhatIf(
-            arguments.optimizer,
-            arguments.lora_rank,
-            quantize=arguments.quantize,
-            memory_kind=PINNED_HOST if arguments.optimizer_on_host else None,
-            moments=arguments.moments,
-            master_weights=arguments.master_weights,
-            remat=arguments.remat,
-            **({} if compiled else sizes),
-        )
-        compile = arguments.compile and Compile(arguments.compile, **(sizes if compiled else {}))
-        hosts = arguments.hosts, arguments.storage_bandwidth, arguments.link_bandwidth
+        given = vars(arguments)
+        compiled = {} if arguments.compile not in ("forward", "train") else {k: given[k] for k in ("batch", "sequence")}
+        fields = {cls: [f.name for f in dataclasses.fields(cls) if f.name not in compiled] for cls in (WhatIf, Fleet)}
+        what_if = WhatIf(**{name: given.get(name) for name in fields[WhatIf]})
+        fleet = Fleet(**{name: given[name] for name in fields[Fleet]})
         options = {
             "device_memory": arguments.device_memory,
             "host_memory": arguments.host_memory,
-            "fleet": None if hosts == (None, None, None) else Fleet(*hosts),
-            "compile": compile,
+            "fleet": None if fleet == Fleet() else fleet,
+            "compile": arguments.compile and Compile(arguments.compile, **compiled),
         }
         storage_options(arguments)
         meshes = _meshes(arguments)
@@ -155,20 +144,20 @@ def _plans(
     built = WhatIf()
     if what_if.quantize is not None and not is_imported(source):
         built, what_if = what_if, dataclasses.replace(what_if, quantize=None, lora_rank=None)
-    with _status() as show_status:
+    with Console(stderr=True).status("") as status:  # shown on terminals only
         for dtype in arguments.dtype or [None]:
-            show_status(f"building {shown(source)}{f' in {dtype}' if dtype else ''}")
+            status.update(escape(f"building {shown(source)}{f' in {dtype}' if dtype else ''}"))
             model = _model(source, arguments, dtype, built)
             for place, mesh in meshes.items():
                 name = ", ".join(filter(None, (place, dtype))) or "one device"
-                show_status(f"{'compiling' if options['compile'] else 'planning'} {name}")
+                status.update(escape(f"{'compiling' if options['compile'] else 'planning'} {name}"))
                 plans[name] = _sharded(model, mesh, arguments.host).plan(what_if=what_if, **options)
     return plans
 
 
 def _meshes(arguments: argparse.Namespace) -> dict[str, Any]:
     """The meshes to plan for, by name; all names are checked before the first mesh is compiled for."""
-    all_axes = [None if text is None else parse_axes(text) for text in arguments.mesh or [None]]
+    all_axes = [None if text is None else _parse_axes(text) for text in arguments.mesh or [None]]
     requested = list(itertools.product(arguments.topology or [None], all_axes))
     names = [", ".join(filter(None, (topology, _axes_text(axes or {})))) for topology, axes in requested]
     meshes = [_mesh(*each, compiled=False) for each in requested]
@@ -181,8 +170,8 @@ def _described(source: str) -> str:
     """The description of the model: the source itself, or the folder of a weights file that has a configuration."""
     place, mark, query = source.partition("?") if is_url(source) else (source, "", "")
     weights = place.lower().endswith(_WEIGHTS)
-    is_path = weights or source.endswith((".gguf", ".json")) or os.path.isabs(source) or source.startswith("./")
-    if not is_url(source) and (is_path or source.startswith("../")) and not os.path.exists(source):
+    is_path = weights or source.endswith((".gguf", ".json")) or source.startswith(("/", "./", "../"))
+    if not is_url(source) and is_path and not os.path.exists(source):
         raise LazyModelError(f"{source} does not exist")
     if not weights or os.path.isdir(source):
         return source
@@ -193,12 +182,11 @@ def _described(source: str) -> str:
         return f"{folder}{mark}{query}"
     raise LazyModelError(
         f"{source} holds weights, which do not say what model they are of, and no config.json is next to them; give "
-        f"the model's folder, its config.json, a preset or module:factory (`lazymodel inspect {source}` lists the "
-        "tensors)"
+        f"the model's folder or config.json (`lazymodel inspect {source}` lists the tensors)"
     )
 
 
-def parse_axes(text: str) -> dict[str, int]:
+def _parse_axes(text: str) -> dict[str, int]:
     """`data=2,model=4` as a mapping of axis name to size."""
     axes: dict[str, int] = {}
     for part in text.split(","):
@@ -222,13 +210,12 @@ def _mesh(topology: str | None, axes: Mapping[str, int] | None, *, compiled: boo
     sizes, names = tuple(axes.values()), tuple(axes)
     if not compiled:
         return AbstractMesh(sizes, names, (AxisType.Auto,) * len(names))
-    here = jax.devices()
-    if (needed := math.prod(sizes)) > len(here):
+    if (needed := math.prod(sizes)) > jax.device_count():
         raise LazyModelError(
-            f"mesh {_axes_text(axes)} has {needed} devices and this machine {len(here)}; "
+            f"mesh {_axes_text(axes)} has {needed} devices and this machine {jax.device_count()}; "
             "name the devices to compile for with --topology"
         )
-    return jax.sharding.Mesh(np.asarray(here[:needed]).reshape(sizes), names)
+    return jax.sharding.Mesh(np.asarray(jax.devices()[:needed]).reshape(sizes), names)
 
 
 def _model(source: str, arguments: argparse.Namespace, dtype: str | None, built: WhatIf) -> AbstractModel[Any]:
@@ -261,14 +248,3 @@ def _sharded(model: AbstractModel[Any], mesh: Any, host: str | None) -> Abstract
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LazyModelWarning)
         return model.shard(mesh, auto(host=host))
-
-
-@contextlib.contextmanager
-def _status() -> Generator[Callable[[str], None]]:
-    """Shows the current step on standard error, if it is a terminal."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda text: None
-        return
-    with console.status("") as status:
-        yield lambda text: status.update(escape(text))

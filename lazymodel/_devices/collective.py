@@ -45,7 +45,6 @@ WAIT = "LAZYMODEL_WAIT_SECONDS"
 _DEFAULT_WAIT = 1800.0  # seconds: some hosts download files that others have; a job's own limits are similar
 SILENCE = 60.0  # limit in seconds: well below JAX's 100, and longer than anything that blocks Python's threads
 _BEATS = 12  # heartbeats in that time
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.5  # seconds between two polls; grows with the time waited so far
 _BETWEEN_CHECKS = 1.0  # seconds
 _FILES = 64  # limit of a stage's files that an error can name
 _TEXT = 1024  # characters of an outcome that are quoted: enough for a message with paths in it
@@ -148,12 +147,11 @@ class CollectiveScope:
         self._seen: dict[int, tuple[str, float]] = {}  # the last heartbeat of others, and when it was first seen
         if self._store:
             _Counts.stages[self._members] += 1
-        self._count = _Counts.stages[self._members]
-        self._openings = _Counts.openings
+        self._count, self._openings = _Counts.stages[self._members], _Counts.openings
         self._leads = self._store is not None and self._store.process == self._members[0]
 
     def check(self, *, at_once: bool = False) -> None:
-        """Raises CheckpointError if the stage has failed already in any process.
+        """Raises CheckpointError if the stage has failed in any process, or another process sends no heartbeat.
 
         For work that takes long: processes that have failed wait for the others at their exit, but not for ever. Reads
         the store at most once a second, unless `at_once`, so it may be called for every part of the work, from any
@@ -161,7 +159,9 @@ class CollectiveScope:
         """
         if self._store and ((now := time.monotonic()) - self._checked >= _BETWEEN_CHECKS or at_once):
             self._checked = now
-            self._raise_if(self._failure(self._store))
+            error, opening = self._failure(self._store, self._members)
+            if error:
+                raise CheckpointError(self.fail(error, opening))
 
     def meet(self) -> None:
         """Waits until all processes have reached this point of the stage. Must be called equally often in all of them.
@@ -180,15 +180,26 @@ class CollectiveScope:
         store.put(f"{folder}reports/{store.process}", report)
         start = time.monotonic()
         while (verdict := store.get(f"{folder}verdict")) is None:
-            waited = time.monotonic() - start
-            failure = self._failure(store) or self._look(store, f"{folder}reports/", waited)
-            if failure is None:
-                time.sleep(min(max(waited / 8, _FIRST_PAUSE), _LONGEST_PAUSE))
+            waited, missing = time.monotonic() - start, set(self._members[:1])
+            reports: dict[str, str] = {}
+            # Only the first process watches all others, and they watch the first: otherwise thousands of processes
+            # would read thousands of reports each.
+            if self._leads or waited > self._limit:
+                reports = store.folder(f"{folder}reports/")
+                missing = set(self._members) - set(map(int, reports))
+            error, opening = self._failure(store, missing)
+            if not error and not missing:
+                error = self._difference(reports)
+            elif not error and waited > self._limit:
+                why = f"killed earlier, hanging, or in another operation ({WAIT} sets how long to wait)"
+                error = self._lost(missing, f"did not come within {self._limit:g} seconds", why)
+            elif not error:
+                _pause(waited)
                 continue
-            if failure[0]:
-                self.fail(*failure)
+            if error:
+                self.fail(error, opening)
             # One verdict for all, whoever decides first: processes that continue would wait for those that stop.
-            verdict = store.put_first(f"{folder}verdict", "stop" if failure[0] else "go")
+            verdict = store.put_first(f"{folder}verdict", "stop" if error else "go")
             break
         if verdict == "stop":
             raise CheckpointError(self.fail(""))
@@ -199,22 +210,18 @@ class CollectiveScope:
         If a process is killed, the others may wait in the operation for ever, or it may fail. Both raise
         CheckpointError after a minute without a heartbeat of that process.
         """
-        if self._store is None:
-            return jax.block_until_ready(operation())
+        started = time.monotonic()
         try:
             arrays = operation()
-            started = time.monotonic()
-            while not all(cast(Any, array).is_ready() for array in arrays):
-                waited = time.monotonic() - started
-                if waited > _BETWEEN_CHECKS:
-                    self._raise_if(self._failure(self._store) or self._silent(self._store))
-                time.sleep(min(waited / 8, _LONGEST_PAUSE))
+            while self._store and not all(cast(Any, array).is_ready() for array in arrays):
+                self.check()
+                _pause(time.monotonic() - started)
             return jax.block_until_ready(arrays)
         except jax.errors.JaxRuntimeError:
             failed = time.monotonic()
             while time.monotonic() - failed < self._silence * 1.25:  # the end of another process may be the cause
-                self._raise_if(self._failure(self._store) or self._silent(self._store))
-                time.sleep(min(_LONGEST_PAUSE, self._silence / 4))
+                self.check(at_once=True)
+                _pause(self._silence)
             raise
 
     def report(self) -> str:
@@ -250,79 +257,60 @@ class CollectiveScope:
         if self._store and self._leads:
             self._store.delete(self.folder(1))
 
-    def _raise_if(self, failure: tuple[str, int] | None) -> None:
-        if failure is not None:
-            raise CheckpointError(self.fail(*failure))
+    def _failure(self, store: Store, watched: Iterable[int]) -> tuple[str, int]:
+        """The error of the stage, or one that another process causes; and the number of its opening or 0.
 
-    def _failure(self, store: Store) -> tuple[str, int] | None:
-        """The error of the stage if there is one, or the error that another process's failure causes."""
+        The error is empty if there is none. Of `watched` processes, heartbeats count, by this process's own clock;
+        processes other than the first look at that of the first only.
+        """
         if (text := store.get(f"{self.folder()}failed")) is not None:
             error, opening = json.loads(text)
             return error, opening
         for key, text in sorted(store.folder(_TROUBLE).items()):
             process, _, what = key.partition("/")
-            if int(process) not in self._members or int(process) == store.process:
-                continue
-            if what == str(self._openings + 1):  # the first failure that this process has not seen
-                return self.nothing(f"process {process} failed", text), int(what)
-            if what == "left":
-                return self.nothing(f"process {process} has ended", text), 0
-        return None
-
-    def _look(self, store: Store, folder: str, waited: float) -> tuple[str, int] | None:
-        """The error; an empty one if all processes have reported in a folder without a difference; None to wait."""
-        # Only the first process watches all others, and they watch the first: otherwise thousands of processes would
-        # read thousands of reports each.
-        missing = set(self._members[:1])
-        if self._leads or waited > self._limit:
-            reports = store.folder(folder)
-            missing = set(self._members) - set(map(int, reports))
-            if not missing:
-                return self._difference({int(process): text for process, text in reports.items()}), 0
-        if waited > self._limit:
-            why = f"killed earlier, hanging, or in another operation ({WAIT} sets how long to wait)"
-            return self._lost(missing, f"did not come within {self._limit:g} seconds", why)
-        return self._silent(store, missing)
-
-    def _silent(self, store: Store, processes: set[int] | None = None) -> tuple[str, int] | None:
-        """The error if the last heartbeat of some processes is too old, by this process's own clock."""
-        if processes is None:
-            processes = set(self._members if self._leads else self._members[:1])
-        # Most processes watch the first one only.
-        read = store.folder(_ALIVE) if len(processes) > 1 else {str(n): store.get(f"{_ALIVE}{n}") for n in processes}
-        now = time.monotonic()
-        silent: set[int] = set()
-        for process in processes:
-            sign = read.get(str(process)) or ""
+            if int(process) in self._members and int(process) != store.process:
+                if what == str(self._openings + 1):  # the first failure that this process has not seen
+                    return self.nothing(f"process {process} failed", text), int(what)
+                if what == "left":
+                    return self.nothing(f"process {process} has ended", text), 0
+        leader = self._members[0]
+        signs = store.folder(_ALIVE) if self._leads else {str(leader): store.get(f"{_ALIVE}{leader}") or ""}
+        now, silent = time.monotonic(), set[int]()
+        for process, sign in ((process, signs.get(str(process), "")) for process in watched):
             seen, since = self._seen.get(process, ("", now))
             if sign != seen:
                 self._seen[process] = (sign, now)
             elif sign and now - since > self._silence:
                 silent.add(process)
         what = f"sent no heartbeat for {self._silence:g} seconds"
-        return self._lost(silent, what, "killed, or its machine cannot be reached") if silent else None
+        return self._lost(silent, what, "killed, or its machine cannot be reached") if silent else "", 0
 
-    def _lost(self, processes: set[int], what: str, why: str) -> tuple[str, int]:
+    def _lost(self, processes: set[int], what: str, why: str) -> str:
         who = f"process{'' if len(processes) == 1 else 'es'} {', '.join(map(str, sorted(processes)))}"
-        return self.nothing(f"{who} {what}", why), 0
+        return self.nothing(f"{who} {what}", why)
 
-    def _difference(self, found: dict[int, str]) -> str:
+    def _difference(self, found: dict[str, str]) -> str:
         """The error if reports differ; else empty."""
-        reports = {process: json.loads(text) for process, text in sorted(found.items()) if text}
-        for process, report in reports.items():
-            first = min(reports)
-            if report["checksum"] != reports[first]["checksum"]:
-                texts = [reports[first]["outcome"], report["outcome"]]
-                files = zip(reports[first]["files"], report["files"], strict=False)
-                if texts[0] == texts[1] and (other := next((pair for pair in files if pair[0][1] != pair[1][1]), None)):
-                    texts = [f"read {name} ({content})" for name, content in other]
-                if texts[0] == texts[1]:
-                    texts = [f"{each['outcome']} (checksum {each['checksum']})" for each in (reports[first], report)]
-                return (
-                    f"the processes' {self._given}: process {first} would {texts[0]}, "
-                    f"process {process} would {texts[1]}. {self._hint}."
-                )
+        reports = {int(process): json.loads(text) for process, text in found.items() if text}
+        first = min(reports, default=0)
+        for process, report in sorted(reports.items()):
+            if report["checksum"] == reports[first]["checksum"]:
+                continue
+            both = (reports[first], report)
+            texts = [each["outcome"] for each in both]
+            files = zip(*(each["files"] for each in both), strict=False)
+            if texts[0] == texts[1] and (other := next((pair for pair in files if pair[0][1] != pair[1][1]), None)):
+                texts = [f"read {name} ({content})" for name, content in other]
+            if texts[0] == texts[1]:
+                texts = [f"{each['outcome']} (checksum {each['checksum']})" for each in both]
+            would = f"process {first} would {texts[0]}, process {process} would {texts[1]}"
+            return f"the processes' {self._given}: {would}. {self._hint}."
         return ""
+
+
+def _pause(waited: float) -> None:
+    """Sleeps between two polls, longer the longer the wait has been so far."""
+    time.sleep(min(max(waited / 8, 0.001), 0.5))
 
 
 @contextlib.contextmanager

@@ -1,17 +1,7 @@
-"""Devices, here or not: how much memory each has, the slices of every TPU generation, and whether a device can run.
+"""Devices, here or not: their memory, the slices of TPU generations, and how much memory programs need on them.
 
-Contains the only table of TPU generations and GPUs, parses the names of devices, and distinguishes devices that run
-from those of planning meshes. `_devices/hardware` defines how slices are named and meshed.
-
-Devices that are not here: meshes of TPU slices for planning and compiling.
-
-Parses the names of slices, gets compile-only devices from libtpu on a machine without a TPU, and makes meshes without
-devices for arithmetic. `_devices/hardware` lists the slices that exist.
-
-Memory of a program on each device, as the compiler reports it.
-
-Compiles a function of shapes, for devices that are here or for compile-only devices, and parses the compiler's errors.
-Nothing is run. `_plan/` decides which programs to compile.
+Contains the only table of TPU generations and GPUs. Parses the names of slices, gets compile-only devices from libtpu
+on a machine without a TPU, and compiles functions of shapes. Nothing is run.
 """
 
 from __future__ import annotations
@@ -117,10 +107,6 @@ class Generation:
             return (*shape, 1)
         return (1, 1, 1) if math.prod(shape) == 1 else (2, 2, 1)
 
-    def chips_per_host(self, chips: int) -> int:
-        """Number of chips of one host, for a slice of so many chips."""
-        return chips if len(self.shapes[0]) == 2 and chips <= 8 else min(chips, 4)
-
 
 GENERATIONS = {
     generation.name: generation
@@ -138,8 +124,6 @@ GENERATIONS = {
         ),  # of 96 GiB: half of a chip's 192
     )
 }
-# TPU v4 without megacore, the default of `get_topology_desc`.
-_TPU_V4_CORE = 15613
 
 
 def _bare(name: str) -> str:
@@ -217,8 +201,6 @@ def device_memory(device: Any) -> int | None:
         stats = None
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"])
-    if tpu_generation(device.device_kind) is GENERATIONS["v4"] and getattr(device, "num_cores", 2) == 1:
-        return _TPU_V4_CORE * _MIB
     return _known(device.device_kind)
 
 
@@ -227,7 +209,8 @@ def devices_per_host(kind: str, num_devices: int) -> int | None:
     if (generation := tpu_generation(kind)) is None:
         return None
     chips = max(num_devices // generation.devices_per_chip, 1)
-    return min(generation.chips_per_host(chips) * generation.devices_per_chip, num_devices)
+    per_host = chips if len(generation.shapes[0]) == 2 and chips <= 8 else min(chips, 4)
+    return min(per_host * generation.devices_per_chip, num_devices)
 
 
 def host_memory(kind: str, num_devices: int) -> int | None:
@@ -366,9 +349,7 @@ def _is_gpus(name: Any) -> bool:
     gpu, _, count = name.strip().partition(":")
     known = tpu_generation(gpu) is None and device_memory(gpu) is not None
     if known and not count:
-        base, _, number = gpu.rpartition("-")  # the way in which TPU slices are counted
-        many = f"{base}:{number}" if number.isdecimal() and device_memory(base) is not None else f"{gpu}:8"
-        raise LazyModelError(f"{name!r} is a GPU without a number; write how many, such as '{many}'")
+        raise LazyModelError(f"{name!r} is a GPU without a number; write how many after a colon, such as 'H100:8'")
     return known and count.isdecimal() and len(count) < 7
 
 
@@ -409,17 +390,14 @@ def _parse(name: str) -> tuple[Generation, Shape]:
         found = [] if rest else [s for s in generation.candidates if math.prod(s) == chips]
         shape = found[0] if found else ()
     if not shape or not generation.exists(shape):
-        raise LazyModelError(_no_such_slice(name, generation, chips))
+        sizes = generation.candidates
+        nearest = (*[s for s in sizes if math.prod(s) <= chips][-1:], *[s for s in sizes if math.prod(s) > chips][:1])
+        names = " and ".join(f"{generation.slice_name(s)} ({generation.rented_name(s)})" for s in nearest)
+        counted = "cores, two per chip" if generation.cores_per_chip == 2 else "chips"
+        raise LazyModelError(
+            f"there is no TPU slice {name.strip()[:40]!r}; nearest: {names}. {generation.name}-N counts {counted}."
+        )
     return generation, shape
-
-
-def _no_such_slice(name: str, generation: Generation, chips: int) -> str:
-    sizes = generation.candidates
-    below = [shape for shape in sizes if math.prod(shape) <= chips][-1:]
-    above = [shape for shape in sizes if math.prod(shape) > chips][:1]
-    nearest = " and ".join(f"{generation.slice_name(s)} ({generation.rented_name(s)})" for s in (*below, *above))
-    counted = "cores, two per chip" if generation.cores_per_chip == 2 else "chips"
-    return f"there is no TPU slice {name.strip()[:40]!r}; nearest: {nearest}. {generation.name}-N counts {counted}."
 
 
 def check_axes(axes: Any) -> None:
@@ -437,21 +415,16 @@ def _axis_sizes(axes: Mapping[str, int] | None, num_devices: int, name: str) -> 
     wrong = {axis: size for axis, size in sizes.items() if type(size) is not int or (size < 1 and size != -1)}
     if wrong or not sizes or list(sizes.values()).count(-1) > 1:
         raise LazyModelError(f"expected axes with positive sizes, one of which may be -1, got {sizes}")
-    rest = math.prod(size for size in sizes.values() if size != -1)
-    if -1 in sizes.values():
-        if num_devices % rest == 0:
-            return {axis: num_devices // rest if size == -1 else size for axis, size in sizes.items()}
-    elif rest == num_devices:
-        return sizes
     # The last axis, or the axis of size -1, takes the devices that remain after divisors of the requested sizes.
     taker = next((axis for axis, size in sizes.items() if size == -1), list(sizes)[-1])
     nearest, left = dict(sizes), num_devices
-    for axis, size in sizes.items():
-        if axis != taker:
-            nearest[axis] = math.gcd(left, size)
-            left //= nearest[axis]
+    for axis in [axis for axis in sizes if axis != taker]:
+        nearest[axis] = math.gcd(left, sizes[axis])
+        left //= nearest[axis]
     nearest[taker] = left
-    raise LazyModelError(f"axes {sizes} do not make the {num_devices} devices of {name}; {nearest} would")
+    if any(size not in (-1, nearest[axis]) for axis, size in sizes.items()):
+        raise LazyModelError(f"axes {sizes} do not make the {num_devices} devices of {name}; {nearest} would")
+    return nearest
 
 
 # --- libtpu ----------------------------------------------------------------------------------------------------------
@@ -509,13 +482,7 @@ def _devices(generation: Generation, shape: Shape) -> tuple[Any, ...]:
                 "ALLOW_MULTIPLE_LIBTPU_LOAD=1 to compile at the same time"
             )
         raise LazyModelError(f"libtpu provides no devices for {name}: {message}") from error
-    devices = tuple(description.devices)
-    if len(devices) != generation.num_devices(shape):
-        raise LazyModelError(
-            f"expected {generation.num_devices(shape)} devices for {name}, libtpu provides {len(devices)}; "
-            "this libtpu divides chips differently from the one that lazymodel was tested with"
-        )
-    return devices
+    return tuple(description.devices)
 
 
 _LISTED = 5  # allocations that an error names
@@ -610,11 +577,10 @@ def memory_of(compiled: jax.stages.Compiled, seconds: float) -> CompiledMemory:
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 _AMOUNT = r"(\d+(?:\.\d+)?)([KMGT]?)i?B?\b"
-# libtpu 0.0.52 writes the first if sizes alone do not fit; the others come from its allocator and from older versions.
+# libtpu 0.0.52 writes the first if sizes alone do not fit; the other comes from its allocator.
 _OUT_OF_MEMORY = (
     re.compile(rf"total memory required for [\w ]+ \({_AMOUNT}\) exceeds available \w+ \({_AMOUNT}\)"),
     re.compile(rf"Used {_AMOUNT} of {_AMOUNT}"),
-    re.compile(rf"[Rr]equired {_AMOUNT}.{{0,80}}? (?:available|limit)\D{{0,20}}{_AMOUNT}"),
 )
 _ALLOCATION = re.compile(rf"Size: {_AMOUNT}\s*\n((?:[ \t]+[^\n]+\n?)*)")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
