@@ -111,17 +111,6 @@ def test_a_shard_reads_only_its_own_bytes(tmp_path: Path) -> None:
     np.testing.assert_array_equal(values, stacked_values(tensors, 4)["blocks/key"][1:3, :, 2])
 
 
-def test_materialize_takes_the_models_own_structure() -> None:
-    abstract = lm.build_abstract(lambda key: {"a": [jnp.zeros(3), jnp.ones(2)]}, jax.random.key(0))
-    structure: Any = {"a": [np.arange(3.0, dtype="float32"), None]}
-    assert abstract.plan(structure).read_nbytes == 0
-    model = abstract.materialize(structure, initialize="missing")
-    np.testing.assert_array_equal(model["a"][0], [0, 1, 2])
-    np.testing.assert_array_equal(model["a"][1], [1, 1])
-    with pytest.raises(lm.CheckpointError, match=r"no variable for: 'b/0'"):
-        abstract.materialize({"a": structure["a"], "b": [np.zeros(1)]})
-
-
 def test_a_function_that_asks_for_what_is_not_there() -> None:
     weights = {"layer.weight": np.zeros(2)}
     with pytest.raises(lm.CheckpointError, match=r"has no tensor 'layer.wieght'; closest: 'layer.weight'"):

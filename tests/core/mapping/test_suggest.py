@@ -75,11 +75,10 @@ def test_a_mixture_of_experts_with_heads_and_other_names(tmp_path: Path) -> None
     layer = "model.layers.{block}"
     kv = From(f"{layer}.self_attn.k_proj.weight", f"{layer}.self_attn.v_proj.weight", sizes=(GROUPS * DIM,) * 2)
     experts = {
-        f"blocks/{{block}}/moe/experts/{ours}": From(f"{layer}.mlp.experts.{{expert}}.{theirs}_proj.weight").T.stack(
-            "expert"
-        )
-        for ours, theirs in (("gate", "gate"), ("up", "up"), ("down", "down"))
-    }
+        f"blocks/{{block}}/moe/experts/{name}": From(f"{layer}.mlp.experts.{{expert}}.{name}_proj.weight")
+        .T.stack("expert")
+        for name in ("gate", "up", "down")
+    }  # fmt: skip
     query = From(f"{layer}.self_attn.q_proj.weight").rearrange("(heads dim) model -> heads model dim")
     out = From(f"{layer}.self_attn.o_proj.weight").rearrange("model (heads dim) -> heads dim model")
     expected = WeightMap(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -98,12 +97,10 @@ def test_deeper_with_zero_outputs_is_the_same_function_bit_for_bit(
 
 
 def test_zeros_are_not_read(checkpoint: Any, mesh8: Any) -> None:
-    grown = lm.grow.depth(checkpoint, LAYERS, 3, zero=ADDED)
-    materialize(grown, mesh8)
-    as_it_is = checkpoint.bytes_read
-    grown = lm.grow.depth(checkpoint, LAYERS, 9, zero=["layers/{layer}/{rest...}"])
-    materialize(grown, mesh8, layers=9)
-    assert checkpoint.bytes_read == 2 * as_it_is > 0
+    materialize(lm.grow.depth(checkpoint, LAYERS, 3, zero=ADDED), mesh8)
+    once = checkpoint.bytes_read
+    materialize(lm.grow.depth(checkpoint, LAYERS, 9, zero=["layers/{layer}/{rest...}"]), mesh8, layers=9)
+    assert checkpoint.bytes_read == 2 * once > 0
 
 
 @pytest.mark.parametrize(("method", "sources"), [("stack", [0, 1, 2, 0, 1]), ("interleave", [0, 0, 1, 1, 2])])
@@ -158,13 +155,9 @@ def test_wider_preserves_a_linear_map_for_any_counts(count: int, more: int, unev
     before, after = np.asarray(grown["in"]), np.asarray(grown["out"])
     np.testing.assert_array_equal(before, tensors["in"][:, np.arange(count + more) % count])
     np.testing.assert_allclose(before @ after, tensors["in"] @ tensors["out"], atol=1e-12)
-
-
-def test_wider_keeps_the_dtype() -> None:
-    half = jnp.ones((2, 4), jnp.bfloat16)
-    grown = lm.grow.width({"in": half, "out": half.T}, 8, incoming={"in": 1}, outgoing={"out": 0})
-    assert grown["out"].dtype == grown["in"].dtype == jnp.bfloat16
-    assert (np.asarray(grown["out"]) == 0.5).all()
+    half = lm.grow.width({"w": np.ones((count, 1), jnp.bfloat16), "b": np.ones(count)}, count + more,
+                         incoming={"b": 0}, outgoing={"w": 0}, uneven=uneven)  # fmt: skip
+    assert half["w"].dtype == jnp.bfloat16
 
 
 def test_experts_are_copies_and_the_function_is_the_same(small: Any, checkpoint: Any, mesh8: Any) -> None:
@@ -202,45 +195,49 @@ def tensors(**others: Any) -> dict[str, Any]:
     return {**arrays, **others}
 
 
-@pytest.mark.parametrize(
-    ("grow", "match"),
-    [
-        (lambda: lm.grow.depth(tensors(), "g.{layer}.{rest}", 4), "no tensor matches 'g.{layer}.{rest}'"),
-        (lambda: lm.grow.depth(tensors(), "h.{layer}.{rest}", 1), "there are 2 layers, more than the 1 requested"),
-        (lambda: lm.grow.depth(tensors(), "h.{layer}.{rest}", 4, method="double"), "method is 'stack' or 'interleave'"),
-        (lambda: lm.grow.depth(tensors(), "h.{layer}.{rest}", 3, method=[0, 1]), "expected 3 numbers from 0 to 1"),
-        (lambda: lm.grow.depth(tensors(), "h.{layer}.{rest}", 2, method=[1, 0], zero="h.{layer}.a"), "0 to 1 in order"),
-        (
-            lambda: lm.grow.depth(tensors(), "h.{layer}.{rest}", 4, zero="h.{layer}.c"),
-            "no tensor matches 'h.{layer}.c'",
-        ),
-        (lambda: lm.grow.depth(tensors(), "h.{rest...}", 4), "has no {layer}; put it where the number is"),
-        (
-            lambda: lm.grow.depth(tensors(), "h.{layer}.a", 4, axis=0),
-            "has a {layer}, and axis=0 is for layers that are stacked",
-        ),
-        (lambda: lm.grow.depth(tensors(), "h.0.a", 4, axis=2), r"'h.0.a': there is no axis 2 in shape \[4, 4\]"),
-        (lambda: lm.grow.depth(tensors(), "{x}.{layer}.{x}", 4), "no tensor matches"),
-        (lambda: lm.grow.depth(tensors(**{"h.3.a": 0}), "h.{layer}.{rest}", 6), "layer 2 has nothing"),
-        (lambda: lm.grow.depth(tensors(**{"h.x.a": 0}), "h.{layer}.{rest}", 6), "is to be a number, found 'x'"),
-        (lambda: lm.grow.depth(tensors(**{"h.1.c": 0}), "h.{layer}.{rest}", 6), "layer 0 has nothing .* to 'h.1.c'"),
-        (lambda: lm.grow.depth({"h.1.c": 0}, "h.{layer}.{rest}", 6), "layer 0 has nothing"),
-        (lambda: lm.grow.width(tensors(), 3, incoming={"h.0.a": 1}, outgoing={"h.0.b": 0}), "there are 4 units"),
-        (lambda: lm.grow.width(tensors(), 8, incoming={"h.0.a": 1}, outgoing={"h.0.a": 0}), "'h.0.a' matches two"),
-        (lambda: lm.grow.width(tensors(), 8, incoming={"h.0.a": 1}, outgoing={}), "needs incoming and outgoing"),
-        (lambda: lm.grow.width(tensors(), 8, incoming={"h.0.a": 2}, outgoing={"h.0.b": 0}), "there is no axis 2"),
-        (lambda: lm.grow.width(tensors(), 8, incoming={"h.0.a": 1}, outgoing={"h.0.b": 0}, uneven=1), "uneven is"),
-        (lambda: lm.grow.width(tensors(c=np.ones(5)), 8, incoming={"h.0.a": 1}, outgoing={"c": 0}), "'c' has 5"),
-        (lambda: lm.grow.experts(tensors(), {"h.{layer}.a": "h.{layer}.{other}"}, 4), "{other} of .* is not in"),
-        (
-            lambda: lm.grow.experts(tensors(), {"h.{layer}.a": "h.{layer}.b"}, 4),
-            "would become 'h.0.b', which exists already",
-        ),
-        (lambda: lm.grow.experts(tensors(), {"h.{layer}.a": "a"}, 4), "'h.1.a' would become 'a', which exists already"),
-        (lambda: lm.grow.experts(tensors(), {"h.{layer}.a": "x.{layer}"}, 0), "at least one is needed"),
-        (lambda: lm.grow.experts(tensors(), {"h.{layer}.a": "x.{layer}"}, 2, axis=4), "there is no axis 4"),
+GROW = {
+    "depth": [
+        (("g.{layer}.{rest}", 4), {}, "no tensor matches 'g.{layer}.{rest}'"),
+        (("h.{layer}.{rest}", 1), {}, "2 layers, more than the 1"),
+        (("h.{layer}.{rest}", 4), {"method": "double"}, "'stack' or 'interleave'"),
+        (("h.{layer}.{rest}", 3), {"method": [0, 1]}, "3 numbers from 0 to 1"),
+        (("h.{layer}.{rest}", 2), {"method": [1, 0], "zero": "h.{layer}.a"}, "0 to 1 in order"),
+        (("h.{layer}.{rest}", 4), {"zero": "h.{layer}.c"}, "no tensor matches 'h.{layer}.c'"),
+        (("h.{rest...}", 4), {}, "has no {layer}"),
+        (("h.{layer}.a", 4), {"axis": 0}, "axis=0 is for layers that are stacked"),
+        (("h.0.a", 4), {"axis": 2}, r"'h.0.a': there is no axis 2 in shape \[4, 4\]"),
     ],
+    "width": [
+        ((3,), {"incoming": {"h.0.a": 1}, "outgoing": {"h.0.b": 0}}, "there are 4 units"),
+        ((8,), {"incoming": {"h.0.a": 1}, "outgoing": {"h.0.a": 0}}, "'h.0.a' matches two"),
+        ((8,), {"incoming": {"h.0.a": 1}, "outgoing": {}}, "incoming and outgoing"),
+        ((8,), {"incoming": {"h.0.a": 2}, "outgoing": {"h.0.b": 0}}, "there is no axis 2"),
+        ((8,), {"incoming": {"h.0.a": 1}, "outgoing": {"h.0.b": 0}, "uneven": 1}, "uneven is"),
+        ((8,), {"incoming": {"h.0.a": 1}, "outgoing": {"five": 0}}, "'five' has 5"),
+    ],
+    "experts": [
+        (({"h.{layer}.a": "h.{layer}.{other}"}, 4), {}, "{other} of .* is not in"),
+        (({"h.{layer}.a": "h.{layer}.b"}, 4), {}, "'h.0.b', which exists already"),
+        (({"h.{layer}.a": "a"}, 4), {}, "'h.1.a' would become 'a'"),
+        (({"h.{layer}.a": "x.{layer}"}, 0), {}, "at least one"),
+        (({"h.{layer}.a": "x.{layer}"}, 2), {"axis": 4}, "there is no axis 4"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "options", "match"), [(name, *case) for name, cases in GROW.items() for case in cases]
 )
-def test_errors_name_the_tensor_and_the_mend(grow: Callable[[], Any], match: str) -> None:
+def test_errors_name_the_tensor_and_the_fix(function: str, given: Any, options: Any, match: str) -> None:
     with pytest.raises(lm.LazyModelError, match=match):
-        grow()
+        getattr(lm.grow, function)(tensors(five=np.ones(5)), *given, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "match"), [("h.3.a", "layer 2 has nothing"), ("h.x.a", "found 'x'"), ("h.1.c", "layer 0 .* 'h.1.c'")]
+)
+def test_layers_are_numbered_and_alike(name: str, match: str) -> None:
+    with pytest.raises(lm.LazyModelError, match=match):
+        lm.grow.depth(tensors(**{name: 0}), "h.{layer}.{rest}", 6)
+    with pytest.raises(lm.LazyModelError, match="layer 0 has nothing"):
+        lm.grow.depth({"h.1.c": 0}, "h.{layer}.{rest}", 6)

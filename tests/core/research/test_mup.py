@@ -62,18 +62,8 @@ def mlp(width: int) -> dict[str, tuple[int, ...]]:
 
 
 def test_mlp_by_table_3() -> None:
-    expect(
-        lm.mup(*both(mlp)),
-        {
-            "first/kernel": INPUT,
-            "first/bias": VECTOR,
-            "second/kernel": HIDDEN,
-            "third/kernel": HIDDEN,
-            "norm/scale": VECTOR,
-            "last/kernel": OUTPUT,
-            "last/bias": FIXED,
-        },
-    )
+    rules = (INPUT, VECTOR, HIDDEN, HIDDEN, VECTOR, OUTPUT, FIXED)
+    expect(lm.mup(*both(mlp)), dict(zip(mlp(64), rules, strict=True)))
 
 
 def transformer(width: int, *, heads: int, size: int) -> dict[str, tuple[int, ...]]:
@@ -94,17 +84,11 @@ def transformer(width: int, *, heads: int, size: int) -> dict[str, tuple[int, ..
 
 
 EMBEDDINGS = {"token_embedding/embedding": INPUT, "position_embedding/embedding": INPUT}
-BLOCK = {
-    "norm/scale": VECTOR,
-    "attention/query/kernel": HIDDEN,
-    "attention/key/kernel": HIDDEN,
-    "attention/value/kernel": HIDDEN,
-    "attention/value/bias": VECTOR,
-    "attention/out/kernel": HIDDEN,
-    "mlp/up/kernel": HIDDEN,
-    "mlp/down/kernel": HIDDEN,
+BLOCKS = {
+    name: VECTOR if name.endswith(("scale", "bias")) else HIDDEN
+    for name in transformer(64, heads=4, size=16)
+    if name.startswith("blocks")
 }
-BLOCKS = {f"blocks/{layer}/{name}": rule for layer in range(2) for name, rule in BLOCK.items()}
 
 
 def test_transformer_with_its_own_readout_by_table_3_has_more_heads() -> None:

@@ -79,6 +79,8 @@ def test_callable_rules_may_return_specs_or_shardings(mesh8: Mesh) -> None:
 def test_misfits_name_the_path_and_the_fix(mesh8: Mesh, rules: Any, message: str) -> None:
     with pytest.raises(lm.ShardingError, match=message):
         MODEL.shard(mesh8, rules)
+    with pytest.raises(lm.ShardingError, match="mesh is a jax.sharding.Mesh; got list"):
+        MODEL.shard([1, 2], rules)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("repair", [False, True])
@@ -139,13 +141,6 @@ def test_what_belongs_to_a_weight_and_has_no_rule_follows_it(
     assert {sharded[path].reason.kind for path in found} == {"follows"}
 
 
-def test_what_belongs_to_a_weight_on_one_device_is_there_too(mesh8: Mesh) -> None:
-    one = jax.sharding.SingleDeviceSharding(jax.devices()[3])
-    model = build(**{"a/kernel": (8, 16), "a/lora_kernel_a": (8, 2)})
-    sharded = model.shard(mesh8, lambda variable: one if variable.path == "a/kernel" else None)
-    assert {variable.sharding for variable in sharded.values()} == {one}
-
-
 def test_groups_with_a_scale_are_not_split_into_more_parts_than_there_are(mesh42: Mesh) -> None:
     """Two 4-bit numbers share a byte, and four rows a scale."""
     tensors = {"up/kernel": jnp.zeros((8, 16), "int8"), "up/kernel_scale": jnp.zeros((2, 32))}
@@ -175,11 +170,6 @@ def test_large_unmatched_variables_are_never_replicated_in_silence(mesh8: Mesh) 
         model.shard(mesh8, {"small": P("model")}, on_unmatched="loud")
 
 
-def test_a_mesh_is_required() -> None:
-    with pytest.raises(lm.ShardingError, match="mesh is a jax.sharding.Mesh; got list"):
-        MODEL.shard([1, 2], {})
-
-
 def test_paths_made_unique_match_as_the_names_they_had(mesh8: Mesh) -> None:
     model = build(**{"dense/kernel": (8,), "dense/kernel#2": (8,)})
     assert set(specs(model.shard(mesh8, {"dense/kernel": P("model")})).values()) == {P("model")}
@@ -196,8 +186,6 @@ def test_rules_by_role_mix_with_paths(mesh8: Mesh) -> None:
     }
     reason = assigned["up/kernel"].reason
     assert reason is not None and (reason.kind, reason.role) == ("rule", "mlp_up")
-    with pytest.raises(lm.ShardingError, match="there is no role 'embeding'; closest: 'embedding'"):
-        lm.role("embeding")
 
 
 def test_repair_mends_what_does_not_fit_and_says_so(mesh8: Mesh) -> None:
@@ -225,10 +213,6 @@ def test_repair_mends_what_does_not_fit_and_says_so(mesh8: Mesh) -> None:
 def test_repair_on_axes_of_other_names_takes_an_auto(mesh42: Mesh) -> None:
     mesh = Mesh(mesh42.devices, ("x", "y"))
     model = build(table=(64, 9))
-    with pytest.raises(
-        lm.ShardingError, match=r"nothing is known of mesh axes 'x', 'y'; .*lm.auto\(tensor='y', fsdp='x'\)"
-    ):
-        model.shard(mesh, {"table": P("x", "y")}, repair=True)
     sharded = model.shard(mesh, {"table": P("x", "y")}, repair=lm.auto(fsdp=("x", "y")), large=0)
     assert sharded["table"].spec == P(("x", "y"))
 
@@ -249,12 +233,6 @@ def test_explain_a_rule_and_what_is_replicated(mesh42: Mesh) -> None:
     with pytest.raises(KeyError, match="'c' is not a variable"):
         sharded.explain("c")
     assert "no sharding was assigned" in str(build(a=(2,)).explain("a"))
-
-
-def test_imbalance_between_devices(mesh8: Mesh) -> None:
-    alone = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    report = build(a=(8, 4), b=(4,)).shard(mesh8, lambda v: P("model") if v.path == "a" else alone).explain()
-    assert (report.num_devices, report.fullest_nbytes, report.emptiest_nbytes) == (8, 16 + 16, 16)
 
 
 def test_a_proposer_of_ones_own(mesh8: Mesh) -> None:
