@@ -12,6 +12,7 @@ its `Retry-After` requests (RFC 9110, section 10.2.3), which obstore does not re
 from __future__ import annotations
 
 import concurrent.futures
+import datetime
 import email.utils
 import http.client
 import random
@@ -101,6 +102,15 @@ class Retries:
         self.longest = _seconds(backoff.get("max_backoff"), LONGEST_WAIT)
         self.base = float(backoff.get("base", 2))
         self._busy_until = 0.0
+
+    def config(self) -> dict[str, Any]:
+        """The same for obstore."""
+        seconds = {"init_backoff": self.first, "max_backoff": self.longest}
+        backoff = {name: datetime.timedelta(seconds=value) for name, value in seconds.items()}
+        timeout = datetime.timedelta(seconds=self.timeout)
+        return {
+            "max_retries": self.attempts - 1, "retry_timeout": timeout, "backoff": {**backoff, "base": self.base}
+        }  # fmt: skip
 
     def wait(self, attempt: int) -> float:
         """Seconds to wait after an attempt, the first being 0."""

@@ -11,7 +11,6 @@ import asyncio
 import base64
 import contextlib
 import dataclasses
-import datetime
 import os
 import threading
 from collections import OrderedDict
@@ -95,6 +94,8 @@ _CLIENT = {
     "pool_max_idle_per_host": "64",
     "user_agent": "lazymodel",
 }
+# A store sends nothing while it receives a part: time for all parts in transfer at 2 MB/s.
+_PART_TIMEOUT = "120s"
 _SMALL_TIMEOUT = "30s"  # of a small request: until then, a server can send an error of unlimited length
 LIST_SECONDS = 60.0  # for the list of a folder: a million objects at 17 pages a second
 _MOST_LISTED = 1_000_000  # objects of a listing; a checkpoint has thousands
@@ -387,19 +388,9 @@ class Store:
             key, lambda _: function(self._obstore, self._store()), stopped, action=action, conditional=action == "write"
         )
 
-    def open_for_parts(self, client: Mapping[str, Any]) -> tuple[Any, Any]:
-        """obstore, and a store of its kind that retries parts of uploads, with these defaults for its client."""
-        retries = self.retries
-        config = {
-            "max_retries": retries.attempts - 1,
-            "retry_timeout": datetime.timedelta(seconds=retries.timeout),
-            "backoff": {
-                "init_backoff": datetime.timedelta(seconds=retries.first),
-                "max_backoff": datetime.timedelta(seconds=retries.longest),
-                "base": retries.base,
-            },
-        }
-        return self._obstore, self._open({**_CLIENT, **client}, config)
+    def open_for_parts(self) -> tuple[Any, Any]:
+        """obstore, and a store of its kind that retries parts of uploads."""
+        return self._obstore, self._open({**_CLIENT, "read_timeout": _PART_TIMEOUT}, self.retries.config())
 
     def _ask(
         self,

@@ -10,15 +10,16 @@ committed are not visible there, and are deleted after a week.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from lazymodel._errors import CheckpointError, LazyModelError
 from lazymodel._remote.path import RemotePath
-from lazymodel._remote.requests import Changed, Failure, Missing, explained
-from lazymodel._tensors.buffers import parallel
+from lazymodel._remote.requests import Changed, Failure, Missing, apart, explained
+from lazymodel._tensors.buffers import parallel, start_thread
 
 PART = 8 << 20  # bytes of a part, unless that makes too many parts
 LEAST_PART = 5 << 20  # bytes; the minimum of S3, except for the last part
@@ -26,8 +27,7 @@ _MOST_PARTS = 10_000  # of an upload; the limit of S3 and Google Cloud Storage
 _CONNECTIONS = 32  # limit of parts in transfer
 _MOST_SMALL = 256 << 20  # bytes of an object that is read whole: an index of some million tensors
 _DELETIONS = 16  # at a time
-# Without a byte from the store, which sends nothing while it receives a part: time for all parts in transfer at 2 MB/s.
-CLIENT = {"read_timeout": "120s"}
+_ABORT = 15.0  # seconds, at most, that an upload is waited for to be given up: a part that hangs takes longer
 
 
 class Parts(NamedTuple):
@@ -43,6 +43,63 @@ def parts_of(nbytes: int, memory: int) -> Parts | None:
     size = max(least, min(PART, memory // _CONNECTIONS))
     connections = min(memory // size - 1, _CONNECTIONS)  # and one part that is being filled
     return Parts(size, connections) if connections >= 1 else None
+
+
+class Upload:
+    """An object that is sent in parts: visible once `complete` returns, and gone after `abort`.
+
+    Args:
+        path: Location of the object, in a store as `Store.open_for_parts` returns it.
+        check: Called while a call takes long; an error that it raises ends the waiting.
+    """
+
+    def __init__(self, store: tuple[Any, Any], path: RemotePath, parts: Parts, check: Callable[[], None]) -> None:
+        obstore, opened = store
+        self._writer: Any = obstore.open_writer(
+            opened, path.key, buffer_size=parts.nbytes, max_concurrency=parts.connections
+        )
+        self._check, self._calling = check, threading.Lock()
+
+    def write(self, chunk: np.ndarray) -> None:
+        """Sends a chunk, which is not longer than a part. Raises Failure if the store rejects it."""
+        self._call(self._writer.write, chunk)
+
+    def complete(self) -> None:
+        """Makes the object visible. Raises Failure if the store rejects it."""
+        self._call(self._writer.close)
+
+    def abort(self) -> None:
+        """Aborts an incomplete upload, at the store as well, as leaving a `with` block by an error does."""
+        if self._calling.acquire(timeout=_ABORT):
+            with contextlib.ExitStack() as stack:
+                stack.callback(self._calling.release)
+                if not self._writer.closed():
+                    arguments = self._writer.__exit__, Failure, Failure("saving was stopped"), None
+                    start_thread(_failure, "abort", *arguments).join(_ABORT)
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> None:
+        def call(_: threading.Event) -> Failure | None:
+            with self._calling:
+                return _failure(function, *arguments)
+
+        if (failure := apart(call, self._checked)) is not None:
+            raise failure
+
+    def _checked(self) -> bool:
+        self._check()
+        return False
+
+
+def _failure(function: Callable[..., Any], *arguments: Any) -> Failure | None:
+    """The failure of a function of obstore, if any, without the original error, which must not be shown."""
+    try:
+        function(*arguments)
+    except Exception as error:
+        failure = explained(error)
+        if isinstance(failure, Missing):
+            return Failure("there is no such bucket or container, or the upload was removed there")
+        return failure
+    return None
 
 
 Version: TypeAlias = "dict[str, str]"  # identity of an object among others of its name, as reported by the store
@@ -63,6 +120,17 @@ def _head(path: RemotePath) -> dict[str, Any] | None:
 
 def _version(head: dict[str, Any]) -> Version:
     return {name: head[name] for name in ("e_tag", "version") if head[name] is not None}
+
+
+def arrived(path: RemotePath, nbytes: int, old: Version | None) -> bool:
+    """Returns True if an object exists although the store did not confirm it: an answer may be lost, and a second
+    request to complete an upload is an error.
+    """
+    try:
+        found = _head(path)
+    except LazyModelError:
+        return False
+    return found is not None and found["size"] == nbytes and _version(found) != old
 
 
 def replace(path: RemotePath, content: bytes, old: Version | None) -> None:
@@ -116,70 +184,3 @@ def delete(paths: Sequence[RemotePath]) -> list[str]:
 
     with parallel(one, paths, _DELETIONS, "delete") as failures:
         return [failure for failure in failures if failure is not None]
-
-
-def arrived(path: RemotePath, nbytes: int, old: Version | None) -> bool:
-    """Returns True if an object exists although the store did not confirm it: an answer may be lost, and a second
-    request to complete an upload is an error.
-    """
-    try:
-        found = _head(path)
-    except LazyModelError:
-        return False
-    return found is not None and found["size"] == nbytes and _version(found) != old
-
-
-def upload(
-    store: tuple[Any, Any],
-    path: RemotePath,
-    parts: Parts,
-    chunks: Generator[np.ndarray],
-    check: Callable[[], None],
-    hold: Callable[[], None],
-) -> Failure | None:
-    """Uploads an object. If the store rejects it, aborts the upload and returns the reason.
-
-    Args:
-        store: As `Store.open_for_parts` returns it.
-        path: Location of the object.
-        parts: Division into parts.
-        chunks: Its bytes; no chunk is longer than a part.
-        check: Called for each chunk; an error that it raises aborts the upload.
-        hold: Called before the last step, which makes the object visible; an error aborts the upload, too.
-    """
-    obstore, opened = store
-    writer = obstore.open_writer(opened, path.key, buffer_size=parts.nbytes, max_concurrency=parts.connections)
-    failure: Failure | None = None
-    try:
-        with contextlib.closing(chunks):
-            for chunk in chunks:
-                check()
-                if (failure := _failure(writer.write, chunk)) is not None:
-                    break
-        if failure is None:
-            hold()
-            failure = _failure(writer.close)
-    except BaseException as error:
-        _abort(writer, error)
-        raise
-    if failure is not None:
-        _abort(writer, failure)
-    return failure
-
-
-def _failure(function: Callable[..., Any], *arguments: Any) -> Failure | None:
-    """The failure of a function of obstore, if any, without the original error, which must not be shown."""
-    try:
-        function(*arguments)
-    except Exception as error:
-        failure = explained(error)
-        if isinstance(failure, Missing):
-            return Failure("there is no such bucket or container, or the upload was removed there")
-        return failure
-    return None
-
-
-def _abort(writer: Any, error: BaseException) -> None:
-    """Aborts an incomplete upload, at the store as well, as leaving a `with` block by an error does."""
-    if not writer.closed():
-        _failure(writer.__exit__, type(error), error, None)

@@ -135,11 +135,6 @@ class Staging:
             sync(self.destination)  # only then may go what counted before
             self._tidy()
 
-    @property
-    def unfinished(self) -> bool:
-        """True if files that `replace_files` replaced could not be removed, and still have to be."""
-        return (self.folder / _JOURNAL).exists()
-
     def _tidy(self) -> None:
         """Removes the files of whichever side of `replace_files` does not count, this saver's or a killed one's."""
         try:

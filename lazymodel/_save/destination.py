@@ -6,8 +6,7 @@ responsible for what is in them, nor for how one step is made to happen complete
 The files that count in a folder are those that `open_checkpoint` opens: an index before `model.safetensors`, and that
 before numbered shards without an index. Other programs open `model.safetensors` first, so it comes and goes while there
 is a complete index, and both see the old checkpoint or the new one at every instant. Shards come under unused names,
-then the index is replaced, then the old shards go; where the new ones could not have the usual names because the
-old ones had them, they get these too, as links, and the index changes once more.
+then the index is replaced, then the old shards go.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +35,6 @@ from lazymodel.checkpoints._untrusted import read_json_file, shard_path, weight_
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-
-
-# The terms of errors if processes that save together disagree.
-TERMS = {"done": "saved", "given": "tensors differ", "hint": "Save the same model in all processes"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,9 +110,8 @@ class Destination:
                         stream.truncate(file.nbytes)
             yield
 
-    def undone_if_failed(self) -> contextlib.AbstractContextManager[None]:
+    def withdraw(self) -> None:
         """Does nothing: staged files are removed with their folder."""
-        return contextlib.nullcontext()
 
     def commit(self) -> None:
         """Puts the complete files in place; where that cannot be done, what was there is as it was."""
@@ -180,44 +174,26 @@ class FolderDestination(Destination):
         if self._old and not {INDEX, SINGLE} & set(self._old):
             self._index_old()
         usual = [file.name for file in self.files]
-        names = self._free(usual)
+        version, names = 1, usual
+        while any(os.path.lexists(self.path / name) for name in names):
+            version += 1
+            names = [name.replace("model-", f"model-v{version}-") for name in usual]
         for name, free in zip(usual, names, strict=True):
-            if name != free:
-                os.rename(self._stage.new / name, self._stage.new / free)
-        self._write_index(self._weights(names))
-        if not self._old:
+            os.rename(self._stage.new / name, self._stage.new / free)
+        weights = {tensor: name for file, name in zip(self.files, names, strict=True) for tensor, _, _ in file.tensors}
+        total = sum(file.nbytes - len(file.header) for file in self.files)
+        (self._stage.new / INDEX).write_text(index_text(total, weights), encoding="utf-8")
+        if self._old:
+            self._stage.replace_files(names, INDEX, [name for name in self._old if name != INDEX])
+        else:
             # The shards without an index would look complete before it comes; the index without its shards does not.
             self._stage.replace_files([INDEX, *names[:-1]], names[-1], [])
-            return
-        self._stage.replace_files(names, INDEX, [name for name in self._old if name != INDEX])
-        if names != usual and not self._stage.unfinished and self._free(usual) == usual:
-            # The new files count from here on; if this fails they only keep their other names.
-            with contextlib.suppress(OSError, LazyModelError):
-                for name, free in zip(usual, names, strict=True):
-                    os.link(self.path / free, self._stage.new / name)
-                self._write_index(self._weights(usual))
-                self._stage.replace_files(usual, INDEX, names)
 
     def _index_old(self) -> None:
         """Gives old shards without an index one, so that new ones can come alongside."""
         if (index := index_of_loose(self.path, self._old)) is not None:
             (self._stage.new / INDEX).write_text(index, encoding="utf-8")
             self._stage.replace_files([], INDEX, [])
-
-    def _free(self, names: list[str]) -> list[str]:
-        """The usual names of shards, or others that no file in the folder has."""
-        version, free = 1, names
-        while any(os.path.lexists(self.path / name) for name in free):
-            version += 1
-            free = [name.replace("model-", f"model-v{version}-") for name in names]
-        return free
-
-    def _weights(self, names: Iterable[str]) -> dict[str, str]:
-        return {tensor: name for file, name in zip(self.files, names, strict=True) for tensor, _, _ in file.tensors}
-
-    def _write_index(self, weights: dict[str, str]) -> None:
-        total = sum(file.nbytes - len(file.header) for file in self.files)
-        (self._stage.new / INDEX).write_text(index_text(total, weights), encoding="utf-8")
 
 
 class WholeFolder(Destination):

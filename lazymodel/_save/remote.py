@@ -5,6 +5,9 @@ count when the index names them, which is replaced in one request, on the condit
 there at the beginning: of two savers one succeeds. Only then are other saves' shards removed, the old ones and what
 savers left that were killed. One file alone is uploaded in parts and appears, or replaces another, when the upload is
 completed; where an index says what counts, it is a shard with an index, too.
+
+Each file is a stream of bytes, sent by one process from beginning to end. It reads what it can; tensors that are spread
+over the devices of several processes come to it by `Exchange`, a chunk in each round.
 """
 
 from __future__ import annotations
@@ -14,36 +17,27 @@ import dataclasses
 import itertools
 import math
 import os
-import queue
 import re
-import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from lazymodel._devices.collective import agreement
+from lazymodel._devices.collective import CollectiveScope
 from lazymodel._errors import CheckpointError, LazyModelError, warn
 from lazymodel._remote.path import RemotePath
 from lazymodel._remote.reader import reading_ahead
-from lazymodel._remote.requests import Changed
-from lazymodel._remote.upload import (
-    CLIENT,
-    Version,
-    arrived,
-    delete,
-    parts_of,
-    read_whole,
-    replace,
-    upload,
-    version_of,
-)
+from lazymodel._remote.requests import Changed, Failure
+from lazymodel._remote.upload import Upload, arrived, delete, parts_of, read_whole, replace, version_of
 from lazymodel._save.destination import (
     INDEX,
     SINGLE,
-    TERMS,
     SavedFile,
     SaveOptions,
     check_file,
@@ -52,29 +46,19 @@ from lazymodel._save.destination import (
     index_text,
     old_files,
 )
-from lazymodel._save.safetensors import layout, new_save_id
-from lazymodel._save.write import Exchange, any_remote, check_budget, chunks_of, complete, owned, packed
-from lazymodel._show.progress import Progress
+from lazymodel._save.write import any_remote, check_budget, chunks_of, complete, owned, packed
 from lazymodel._show.text import format_bytes, listed
 from lazymodel._tensors.boxes import Box, box_shape, fresh_view, geometry_of, strided, whole_box
-from lazymodel._tensors.buffers import Scratch, Workspace, assign, empty_aligned, parallel, start_thread
+from lazymodel._tensors.buffers import Scratch, Workspace, assign, empty_aligned, parallel
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.tensor_source import fill, required_ranges
 from lazymodel.checkpoints._safetensors import FLOAT4
-
-# Files as streams of bytes, for stores that take objects from beginning to end: made in chunks while they are sent.
-#
-# Each file is sent by one process. It reads what it can; tensors that are spread over
-# the devices of several processes come to it by `Exchange`, a chunk in each round.
-
 
 _CHUNK = 8 << 20  # bytes that are read at a time: no more than a part
 _THREADS = 4  # that read chunks ahead of what is sent; they overlap transfers and transposing
 # Uploads of an object, at most. Parts are sent again by themselves; what begins and completes an upload is not, where
 # the connection breaks off, since it may have been done.
 _UPLOADS = 4
-_ABORT = 15.0  # seconds, at most, that an upload is waited for to be given up: a part that hangs takes longer
-_LOOK = 0.1  # seconds between two looks whether all is given up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,192 +150,116 @@ def _by_process(files: Sequence[SavedFile], processes: Sequence[int]) -> dict[in
     return shares
 
 
-class _Sending:
-    """Sends one process's share of files, one after the other, each in many parts at a time, in a thread of its own.
+# Bytes from process to process, over the devices' own network: each process sends some to each, and gets what it owns.
+#
+# An object in a store is written by one process, and the tensors in it are spread over the devices of several. Every
+# process fills in what it holds of the bytes that each other one needs next, with zeros for what it does not hold, and
+# the sum of all, of which each process takes its own row, is what they hold together. One program serves all of it,
+# whatever the arrays' shapes, types and shardings.
 
-    Args:
-        target: Where they go.
-        shares: The files of all processes (`_by_process`).
-        process: Which of them this one is.
-        memory: Limits of its buffers.
-        bar: Counts bytes that are sent.
-        exchange: Between the processes, where there are several.
+
+_WORD = np.dtype(np.uint32)  # what is summed: no byte is carried over to another, since all but one are zero
+
+
+class Exchange:
+    """The exchange between processes that share devices; all of them make it and call it alike.
+
+    Attributes:
+        processes: Their numbers, in order; a row of what is exchanged for each.
+        nbytes: Bytes of a row.
     """
 
-    def __init__(
-        self,
-        target: RemoteDestination,
-        shares: dict[int, list[SavedFile]],
-        process: int,
-        memory: _Memory,
-        bar: Progress,
-        exchange: Exchange | None,
-    ) -> None:
-        self._target, self._shares, self._process, self._memory = target, shares, process, memory
-        self._bar, self._exchange = bar, exchange
-        self._received: queue.Queue[np.ndarray] = queue.Queue(1)
-        self._row = exchange.nbytes if exchange is not None else 0
-        self._stopped, self._going, self._sent = threading.Event(), threading.Event(), threading.Event()
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+    def __init__(self, devices: Sequence[Any], nbytes: int) -> None:
+        held: dict[int, list[Any]] = {}
+        for device in sorted(devices, key=lambda device: device.id):
+            held.setdefault(device.process_index, []).append(device)
+        self.processes = sorted(held)
+        each = min(map(len, held.values()))  # of every process as many: it is an array of devices
+        mesh = Mesh(np.array([held[process][:each] for process in self.processes]), ("process", "device"))
+        self._local = held[jax.process_index()][:each]
+        # A device has as many words of each row, and one more for the number of processes that have failed.
+        self._words = -(-nbytes // (each * _WORD.itemsize))
+        self.nbytes = each * self._words * _WORD.itemsize
+        self._given = NamedSharding(mesh, P("process", None, "device", None))
+        summed = NamedSharding(mesh, P("process", "device", None))
+        self._sum = jax.jit(_sum, out_shardings=summed)
 
-    def __enter__(self) -> _Sending:
-        files = self._shares[self._process]
-        self._bar.start(sum(file.nbytes - len(file.header) for file in files), f"{self._target.name}: saving")
-        return self
+    def __call__(self, rows: np.ndarray, *, failed: bool = False) -> np.ndarray | None:
+        """Gives the rows of all processes (`uint8[processes, nbytes]`) and takes this one's, `uint8[nbytes]`.
 
-    def __exit__(self, *_: object) -> None:
-        self.abort()
-        self._bar.finish()
-
-    def run(self, check: Callable[[], None]) -> None:
-        """Sends all of it, and takes part in the exchange as long as any process does. Errors are raised.
-
-        Where another process failed it returns early, and the caller gets to know at the stage's end.
+        None where any process has failed: it is the last time then, for all of them.
         """
-        self._thread = start_thread(self._send, "upload")
-        try:
-            if self._exchange is not None and not self._take_turns(self._exchange):
-                self.abort()
-                return
-            while not self._sent.wait(_LOOK):
-                check()
-            self._check()
-        except BaseException:
-            self.abort()
-            raise
+        count, each = len(self.processes), len(self._local)
+        words = rows.view(_WORD).reshape(count, each, self._words)
+        shape = (count, count, each, self._words + 1)
+        shards: list[Any] = []
+        for number, device in enumerate(self._local):
+            shard = np.empty((1, count, 1, self._words + 1), _WORD)
+            shard[0, :, 0, :-1], shard[0, :, 0, -1] = words[:, number], failed
+            shards.append(jax.device_put(shard, device))
+        given: Any = jax.make_array_from_single_device_arrays(shape, self._given, shards)
+        summed: Any = self._sum(given)
+        own = {shard.device: np.asarray(shard.data)[0, 0] for shard in summed.addressable_shards}
+        pieces = [own[device] for device in self._local]
+        if any(piece[-1] for piece in pieces):
+            return None
+        return np.concatenate([piece[:-1] for piece in pieces]).view(np.uint8)
 
-    def complete(self) -> None:
-        """Lets the file appear that the target holds."""
-        self._going.set()
-        while self._thread is not None and self._thread.is_alive():
-            self._thread.join(_LOOK)
-        self._check()
+    def first(self, text: bytes) -> bytes:
+        """Returns the first process's value in all processes."""
+        rows = np.zeros((len(self.processes), self.nbytes), np.uint8)
+        if jax.process_index() == self.processes[0]:
+            rows[:, : len(text)] = np.frombuffer(text, np.uint8)
+        row = self(rows)
+        assert row is not None
+        return row[: len(text)].tobytes()
 
-    def abort(self) -> None:
-        """Gives up what is not there yet."""
-        self._stopped.set()
-        if self._thread is not None:
-            self._thread.join(_ABORT)
 
-    def _check(self) -> None:
-        if self._error is not None:
-            raise self._error
+def _sum(rows: jax.Array) -> jax.Array:
+    return jnp.sum(rows, 0, dtype=rows.dtype)
 
-    def _take_turns(self, exchange: Exchange) -> bool:
-        """Rounds in each of which every process gets a chunk of what it sends; False where another one has failed.
+
+class _OtherFailed(Exception):
+    """Another process has failed, and the caller learns why at the end of the stage."""
+
+
+class _Rounds:
+    """Rounds in each of which every process gets the next chunk that it sends of the tensors that several hold."""
+
+    def __init__(self, exchange: Exchange, shares: dict[int, list[SavedFile]], chunk: int, *, leads: bool) -> None:
+        self._exchange, self._leads, self._workspace = exchange, leads, Workspace(chunk)
+        self._own = exchange.processes.index(jax.process_index())
+        turns = [
+            [each for file in shares[process] for each in _chunks(file, chunk, exchange.nbytes) if each.shared]
+            for process in exchange.processes
+        ]
+        self._rounds = itertools.zip_longest(*turns)
+        self._over = False  # True if no process waits for another round
+
+    def next(self, *, failed: bool = False) -> np.ndarray | None:
+        """Returns the bytes of this process's next chunk, or None if no process has another one.
 
         A process that fails, by a Ctrl-C as well, says so in one more round: none waits for it in vain.
         """
-        workspace = Workspace(self._memory.chunk)
-        leads = self._process == exchange.processes[0]
-        turns = [self._shared(self._shares[process]) for process in exchange.processes]
+        if self._over or (chunks := next(self._rounds, None)) is None:
+            return None
+        rows = np.zeros((len(chunks), self._exchange.nbytes), np.uint8)
         failure: BaseException | None = None
-        for chunks in itertools.zip_longest(*turns):
-            rows = np.zeros((len(chunks), exchange.nbytes), np.uint8)
-            try:
-                if failure is None:
-                    self._check()
-                    for row, chunk in zip(rows, chunks, strict=True):
-                        if chunk is not None:
-                            chunk.contribute(row, workspace, leads=leads)
-            except BaseException as error:
-                failure = error
-            row = exchange(rows, failed=failure is not None)
-            if row is None:
-                break
-            try:
-                if (own := chunks[exchange.processes.index(self._process)]) is not None:
-                    self._hand(row[: own.nbytes])
-            except BaseException as error:
-                failure = error
-        else:
-            row = np.empty(0)
+        try:
+            for row, chunk in zip(rows, () if failed else chunks, strict=False):
+                if chunk is not None:
+                    chunk.contribute(row, self._workspace, leads=self._leads)
+        except BaseException as error:
+            failure = error
+        self._over = True
+        row = self._exchange(rows, failed=failed or failure is not None)
+        self._over = row is None
         if failure is not None:
             raise failure
-        return row is not None
-
-    def _shared(self, files: Iterable[SavedFile]) -> Iterator[_Chunk]:
-        for file in files:
-            yield from (chunk for chunk in _chunks(file, self._memory.chunk, self._row) if chunk.shared)
-
-    def _hand(self, row: np.ndarray) -> None:
-        """Gives a chunk to the thread that uploads, as soon as it takes one."""
-        while True:
-            self._check()
-            with contextlib.suppress(queue.Full):
-                return self._received.put(row, timeout=_LOOK)
-
-    # In the thread that uploads.
-
-    def _send(self) -> None:
-        try:
-            if files := self._shares[self._process]:
-                place = self._target.place(files[0])
-                store = place.store.open_for_parts(CLIENT)
-                for file in files:
-                    self._upload(store, file)
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._sent.set()
-
-    def _upload(self, store: tuple[Any, Any], file: SavedFile) -> None:
-        path, old = self._target.place(file), self._target.replaced
-        parts, counted = parts_of(file.nbytes, self._memory.parts), Counter[str]()
-        assert parts is not None
-        # What came from other processes is not sent again by them.
-        alone = all(complete(tensor.source) for _, tensor, _ in file.tensors)
-        attempts = min(_UPLOADS, path.store.retries.attempts) if alone else 1
-        for attempt in range(attempts):
-            failure = upload(store, path, parts, self._pieces(file, counted), self._require_going, self._hold)
-            if failure is None or arrived(path, file.nbytes, old):
-                return
-            if attempt == attempts - 1 or not failure.again:
-                tried = f", after {attempts} uploads" if failure.again and attempts > 1 else ""
-                raise LazyModelError(f"cannot write {path}: {failure}{tried}. What was there before is as it was")
-            self._stopped.wait(path.store.retries.wait(attempt))
-
-    def _require_going(self) -> None:
-        if self._stopped.is_set():
-            raise CheckpointError("saving was given up")
-
-    def _hold(self) -> None:
-        """Waits for `complete` where the file itself is what counts."""
-        if self._target.held:
-            self._sent.set()
-            while not self._going.wait(_LOOK):
-                self._require_going()
-        self._require_going()
-
-    def _pieces(self, file: SavedFile, counted: Counter[str]) -> Generator[np.ndarray]:
-        """A file's bytes, from its header on; `counted` are the chunks of each tensor that progress knows of."""
-        header = np.frombuffer(file.header, np.uint8)
-        for start in range(0, header.size, self._memory.chunk):
-            yield header[start : start + self._memory.chunk]
-        chunks = list(_chunks(file, self._memory.chunk, self._row))
-        wants = [want for chunk in chunks if not chunk.shared for want in required_ranges(chunk.tensor, [chunk.box])]
-        threads, scratch = self._memory.threads, Scratch(self._memory.chunk)
-
-        def read(chunk: _Chunk) -> np.ndarray | None:
-            return None if chunk.shared else chunk.read(scratch.workspace)
-
-        reading = parallel(read, chunks, threads, "read", ahead=threads)
-        with reading as contents, reading_ahead(wants, self._memory.ahead):
-            for chunk, content in zip(chunks, contents, strict=True):
-                yield self._finished(chunk, content, counted)
-
-    def _finished(self, chunk: _Chunk, content: np.ndarray | None, counted: Counter[str]) -> np.ndarray:
-        while content is None:
-            self._require_going()
-            with contextlib.suppress(queue.Empty):
-                content = self._received.get(timeout=_LOOK)
-        if chunk.number == counted[chunk.name]:  # and not sent again
-            counted[chunk.name] += 1
-            self._bar.advance(chunk.nbytes, chunk.name)
-        if chunk.last:
-            chunk.tensor.source.release()
-        return content
+        if row is None:
+            raise _OtherFailed
+        own = chunks[self._own]
+        return row[: own.nbytes if own is not None else 0]
 
 
 _OURS = re.compile(r"model-[0-9a-f]{16}-\d{5,9}-of-\d{5,9}\.safetensors")
@@ -360,35 +268,6 @@ _READ_ONLY = {
     "https": "few web servers take files, and none of them in parts",
 }
 _READ_ONLY["http"] = _READ_ONLY["https"]
-
-
-def remote_destination(
-    tensors: Mapping[str, LazyTensor], where: RemotePath, shardings: Sequence[Any], options: SaveOptions
-) -> Callable[[], tuple[RemoteDestination, int]]:
-    """Returns what makes the destination, with a checksum of what is saved; all processes that share tensors meet."""
-    exchange, save_id, processes = None, new_save_id(), [jax.process_index()]
-    spread = [sharding for sharding in shardings if not sharding.is_fully_addressable]
-    if spread:
-        # All must be there before the first exchange, and do it alike.
-        with agreement(shardings, **TERMS) as stage:
-            check_writable(where)
-            stage.outcome = f"use {options.budget} bytes of memory"
-        devices = {device for sharding in spread for device in sharding.device_set}
-        processes = sorted({device.process_index for device in devices})
-        exchange = Exchange([*devices], _row_nbytes(options.budget, len(processes)))
-        save_id = exchange.first(save_id.encode()).decode()  # all name the files alike
-
-    def make() -> tuple[RemoteDestination, int]:
-        check_writable(where)
-        files, checksum = layout(tensors, options.shard_size, options.metadata, save_id)
-        memory = _divided(options.budget, files, len(processes))
-        target = RemoteDestination(where, files, save_id, options)
-        shares, process = _by_process(target.files, processes), jax.process_index()
-        target.own = shares[process]
-        target.sending = _Sending(target, shares, process, memory, options.bar, exchange)
-        return target, checksum
-
-    return make
 
 
 def check_writable(where: RemotePath) -> None:
@@ -401,118 +280,209 @@ class RemoteDestination:
     """A file, `x.safetensors`, or a folder in a bucket, as it was when this was made.
 
     Attributes:
-        files: With the names that they get there.
-        own: Those of them that this process sends, by `sending`.
-        held: True if the one file is itself what counts, once its upload is completed.
+        files: With the names that they get there, once they are written.
     """
 
-    own: Sequence[SavedFile]
-    sending: _Sending
+    def __init__(
+        self,
+        where: RemotePath,
+        files: Sequence[SavedFile],
+        options: SaveOptions,
+        shardings: Sequence[Any],
+        save_id: str,
+    ) -> None:
+        self._new: Sequence[SavedFile] = ()  # all of them, once they have names that no other file has
+        self._own: Sequence[SavedFile] = ()  # those that this process sends
+        self._save_id = save_id
+        self.files, self._where, self._folder, self._bar = files, where, where, options.bar
+        devices = {device for each in shardings if not each.is_fully_addressable for device in each.device_set}
+        self._devices = sorted(devices, key=lambda device: device.id)
+        self._processes = sorted({device.process_index for device in devices}) or [jax.process_index()]
+        self._memory = _divided(options.budget, files, len(self._processes))
+        self._row = _row_nbytes(options.budget, len(self._processes))
+        self._sent = Counter[str]()  # chunks of each file
+        self._last: Upload | None = None  # of the one file that counts itself
+        self._begins_commit = self._indexed = False
+        self._find_old(alone=options.shard_size is None)
 
-    def __init__(self, where: RemotePath, files: Sequence[SavedFile], save_id: str, options: SaveOptions) -> None:
-        self._where, self._folder, self.name = where, where, where.name
-        if options.shard_size is None:
-            check_file(where)
-            self._folder, self.held = where.parent, True
-            self._decides, old = where, [where.name] if where.is_file() else []
+    def _find_old(self, *, alone: bool) -> None:
+        """Finds what is there: files, and the version of the one that decides what counts."""
+        if alone:
+            check_file(self._where)
+            self._folder, self._decides = self._where.parent, self._where
+            old = [self._where.name] if self._where.is_file() else []
             leftovers: list[str] = []
         else:
-            if where.is_file():
-                raise LazyModelError(f"{where} is a file; give a folder, or a name that ends with .safetensors")
-            self._decides = where / INDEX
+            if self._where.is_file():
+                raise LazyModelError(f"{self._where} is a file; give a folder, or a name that ends with .safetensors")
+            self._decides = self._where / INDEX
             self._version = version_of(self._decides)  # before it is read: if it changes between them, it is noticed
-            old = old_files(where, _OURS)
-            self.held = len(files) == 1 and INDEX not in old
-            leftovers = [path.name for path in where.glob("model-*.safetensors") if _OURS.fullmatch(path.name)]
-            if self.held:
-                self._decides = where / SINGLE
+            old = old_files(self._where, _OURS)
+            leftovers = [path.name for path in self._where.glob("model-*.safetensors") if _OURS.fullmatch(path.name)]
+            alone = len(self.files) == 1 and INDEX not in old
+            if alone:
+                self._decides = self._where / SINGLE
         self._there = self._folder / old[0] if old else None
-        if self.held:
+        self._alone = alone  # the one file is itself what counts, once its upload is completed
+        if alone:
             self._version = version_of(self._decides)
-            names = [self._decides.name]
-        else:
-            names = [f"model-{save_id}-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)]
-        self.files = [dataclasses.replace(file, name=name) for file, name in zip(files, names, strict=True)]
         # Each name of a loose shard is one of a checkpoint that a reader would mix with what is coming.
-        self._loose = old if old and not self.held and not {INDEX, SINGLE} & set(old) else []
-        kept = {self._decides.name, *names}
-        self._old = [name for name in dict.fromkeys([*old, *leftovers]) if name not in kept]
-        weights = {tensor: file.name for file in self.files for tensor, _, _ in file.tensors}
-        self._index = index_text(sum(file.nbytes - len(file.header) for file in files), weights).encode()
-        self._begins_commit = False
-
-    @property
-    def replaced(self) -> Version | None:
-        """The version of the files now at the destination."""
-        return self._version if self.held else None
-
-    def place(self, file: SavedFile) -> RemotePath:
-        """Where a file goes."""
-        return self._folder / file.name
+        self._loose = old if old and not alone and not {INDEX, SINGLE} & set(old) else []
+        self._old = [name for name in dict.fromkeys([*old, *leftovers]) if name != self._decides.name]
 
     @contextlib.contextmanager
     def staged(self, *, leads: bool, overwrite: bool) -> Generator[None]:
         """Within the block files may come; where it fails all is as it was."""
-        indexed = False
+        self._leads = leads
         try:
             if leads:
                 check_overwrite(self._there, overwrite)
-                indexed = self._index_old()
-            with self.sending:
-                yield
-        except BaseException:
-            if leads:
-                self._delete(self.files, indexed=indexed)
-            raise
-
-    @contextlib.contextmanager
-    def undone_if_failed(self) -> Generator[None]:
-        """Removes this process's files where the block fails, but those that count by then."""
-        try:
+                self._index_old()
             yield
         except BaseException:
-            self._delete(self.own)
+            if self._last is not None:
+                self._last.abort()
+            if leads:
+                self._delete(self._new)
             raise
 
-    def _delete(self, files: Sequence[SavedFile], *, indexed: bool = False) -> None:
+    def _index_old(self) -> None:
+        """Gives old shards without an index one, so that new ones can come alongside."""
+        if self._loose and (index := index_of_loose(self._folder, self._loose)) is not None:
+            replace(self._decides, index.encode(), None)
+            self._version, self._indexed = version_of(self._decides), True
+
+    def write(self, stage: CollectiveScope) -> None:
+        """Sends this process's files, and gives the others what they need of its tensors, until any process fails."""
+        exchange, save_id = None, self._save_id
+        if self._devices:
+            exchange = Exchange(self._devices, self._row)
+            save_id = exchange.first(save_id.encode()).decode()  # all name the files alike
+        names = [f"model-{save_id}-{n:05}-of-{len(self.files):05}.safetensors" for n in range(1, len(self.files) + 1)]
+        names = [self._decides.name] if self._alone else names
+        self.files = self._new = [
+            dataclasses.replace(file, name=name, header=file.header.replace(self._save_id.encode(), save_id.encode()))
+            for file, name in zip(self.files, names, strict=True)
+        ]
+        shares = _by_process(self.files, self._processes)
+        self._own = own = shares[jax.process_index()]
+        self._rounds = exchange and _Rounds(exchange, shares, self._memory.chunk, leads=self._leads)
+        self._store = self._where.store.open_for_parts()
+        self._bar.start(sum(file.nbytes - len(file.header) for file in own), f"{self._where.name}: saving")
+        try:
+            for file in own:
+                self._last = self._send(file, stage.check, hold=self._alone)
+            while self._rounds is not None and self._rounds.next() is not None:
+                stage.check()
+        except _OtherFailed:
+            pass
+        except BaseException:
+            with contextlib.suppress(_OtherFailed):
+                if self._rounds is not None:
+                    self._rounds.next(failed=True)
+            raise
+        finally:
+            self._bar.finish()
+
+    def withdraw(self) -> None:
+        """Removes what this process has written, since another one failed."""
+        self._delete(self._own)
+
+    def _send(
+        self, file: SavedFile, check: Callable[[], None], *, hold: bool = False, begun: Upload | None = None
+    ) -> Upload | None:
+        """Uploads a file; with `hold`, returns the upload before the step that makes it visible."""
+        path, parts = self._folder / file.name, parts_of(file.nbytes, self._memory.parts)
+        assert parts is not None
+        # What came from other processes is not sent again by them.
+        alone = all(complete(tensor.source) for _, tensor, _ in file.tensors)
+        attempts = min(_UPLOADS, path.store.retries.attempts) if alone else 1
+        for attempt in range(attempts):
+            upload = begun or Upload(self._store, path, parts, check)
+            try:
+                if begun is None:
+                    with contextlib.closing(self._pieces(file)) as pieces:
+                        for piece in pieces:
+                            upload.write(piece)
+                if hold:
+                    return upload
+                return upload.complete()
+            except BaseException as error:
+                upload.abort()
+                if not isinstance(error, Failure):
+                    raise
+                failure, begun = error, None
+            if arrived(path, file.nbytes, self._version if self._alone else None):
+                return None
+            if attempt == attempts - 1 or not failure.again:
+                tried = f", after {attempts} uploads" if failure.again and attempts > 1 else ""
+                raise LazyModelError(f"cannot write {path}: {failure}{tried}. What was there before is as it was")
+            time.sleep(path.store.retries.wait(attempt))
+        return None
+
+    def _pieces(self, file: SavedFile) -> Generator[np.ndarray]:
+        """A file's bytes, from its header on."""
+        header, size = np.frombuffer(file.header, np.uint8), self._memory.chunk
+        for start in range(0, header.size, size):
+            yield header[start : start + size]
+        chunks = list(_chunks(file, size, self._row))
+        wants = [want for chunk in chunks if not chunk.shared for want in required_ranges(chunk.tensor, [chunk.box])]
+        threads, scratch = self._memory.threads, Scratch(size)
+
+        def read(chunk: _Chunk) -> np.ndarray | None:
+            return None if chunk.shared else chunk.read(scratch.workspace)
+
+        reading = parallel(read, chunks, threads, "read", ahead=threads)
+        with reading as contents, reading_ahead(wants, self._memory.ahead):
+            for number, (chunk, content) in enumerate(zip(chunks, contents, strict=True), 1):
+                if content is None:
+                    assert self._rounds is not None
+                    content = self._rounds.next()
+                    assert content is not None
+                yield content
+                if number > self._sent[file.name]:  # and not sent again
+                    self._sent[file.name] = number
+                    self._bar.advance(chunk.nbytes, chunk.name)
+                if chunk.last:
+                    chunk.tensor.source.release()
+
+    def _delete(self, files: Sequence[SavedFile]) -> None:
         """Removes files that do not count, and an index of old shards; what cannot be, the next save removes."""
-        if (not self.held or indexed) and not self._committed():
-            delete([self.place(file) for file in files if not self.held] + [self._decides] * indexed)
+        if (not self._alone or self._indexed) and not self._committed():
+            index = [self._decides] if self._indexed else []
+            delete([self._folder / file.name for file in files if not self._alone] + index)
 
     def commit(self) -> None:
         """Makes complete files count instead of the old ones, which are removed."""
         self._begins_commit = True
         try:
-            if self.held:
-                if version_of(self._decides) != self._version:
-                    raise Changed
-                self.sending.complete()
+            if not self._alone:
+                replace(self._decides, self._index(), self._version)
+            elif version_of(self._decides) != self._version:
+                raise Changed
             else:
-                replace(self._decides, self._index, self._version)
+                self._send(self.files[0], lambda: None, begun=self._last)
         except Changed:
             raise LazyModelError(
                 f"{self._where} was saved to by another saver meanwhile, whose checkpoint is there now. Save to "
                 "another place, or once more to replace it"
             ) from None
-        if failures := delete([self._folder / name for name in self._old]):
+        names = {file.name for file in self.files}
+        if failures := delete([self._folder / name for name in self._old if name not in names]):
             warn(
                 f"{self._where} is saved, but not all that it replaces could be removed: {listed(failures)}. The next "
                 "save removes what has names of this library; remove others yourself"
             )
+
+    def _index(self) -> bytes:
+        weights = {tensor: file.name for file in self.files for tensor, _, _ in file.tensors}
+        return index_text(sum(file.nbytes - len(file.header) for file in self.files), weights).encode()
 
     def _committed(self) -> bool:
         """Returns True if the files count by what the store has: an answer may have been lost, or a Ctrl-C come."""
         if not self._begins_commit:
             return False
         try:
-            return read_whole(self._decides) == self._index
+            return read_whole(self._decides) == self._index()
         except CheckpointError:
             return True  # nobody knows, so nothing is removed
-
-    def _index_old(self) -> bool:
-        """Gives old shards without an index one, so that new ones can come alongside; returns True if it did."""
-        if not self._loose or (index := index_of_loose(self._folder, self._loose)) is None:
-            return False
-        replace(self._decides, index.encode(), None)
-        self._version = version_of(self._decides)
-        return True

@@ -7,8 +7,6 @@ Files are laid out as Hugging Face does (https://github.com/huggingface/safetens
 from __future__ import annotations
 
 import json
-import secrets
-import zlib
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -23,31 +21,21 @@ _TAGS = {dtype: tag for tag, dtype in DTYPES.items()}
 
 
 def layout(
-    tensors: Mapping[str, LazyTensor], shard_size: int | None, metadata: Mapping[str, str], save_id: str = ""
-) -> tuple[list[SavedFile], int]:
+    tensors: Mapping[str, LazyTensor], shard_size: int | None, metadata: Mapping[str, str], save_id: str
+) -> list[SavedFile]:
     """Divides tensors among files, in their order; a single file where `shard_size` is None.
 
-    With a checksum of what they will have in them but for the values, the same in every process. `save_id` is what
-    distinguishes this save's shards from others' (`new_save_id`), a new one unless given.
+    `save_id` distinguishes this save's shards from others': 16 hexadecimal digits.
     """
     if bad := [key for key, value in metadata.items() if not isinstance(cast(Any, value), str)]:
         raise LazyModelError(f"metadata maps strings to strings; found {bad[0]!r}: {metadata[bad[0]]!r}")
     groups = grouped(tensors, shard_size, _stored_nbytes)
     metadata = {key: value for key, value in metadata.items() if key != SAVE_KEY}  # copied from another checkpoint
-    save_id = save_id or new_save_id()
-    if len(groups) == 1:
-        names = [SINGLE]
-    else:
+    names = [SINGLE]
+    if len(groups) > 1:
         names = [f"model-{n:05}-of-{len(groups):05}.safetensors" for n in range(1, len(groups) + 1)]
         metadata[SAVE_KEY] = save_id
-    files = [_file(name, group, metadata) for name, group in zip(names, groups, strict=True)]
-    # Only the leading process's headers are written; every process has an id, all of the same length.
-    return files, zlib.crc32(b"".join(file.header.replace(save_id.encode(), b"") for file in files))
-
-
-def new_save_id() -> str:
-    """16 hexadecimal digits."""
-    return secrets.token_hex(8)
+    return [_file(name, group, metadata) for name, group in zip(names, groups, strict=True)]
 
 
 def _stored_nbytes(name: str, tensor: LazyTensor) -> int:

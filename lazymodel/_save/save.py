@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import functools
 import math
 import os
-import zlib
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -30,15 +29,15 @@ from lazymodel._devices.collective import agreement
 from lazymodel._errors import CheckpointError, LazyModelError
 from lazymodel._mapping.match import model_values
 from lazymodel._mapping.table import WeightMap
-from lazymodel._remote.path import Location, remote_path
+from lazymodel._remote.path import Location, RemotePath, remote_path
 from lazymodel._remote.url import is_url
 from lazymodel._save import hdf5, numpy, orbax
 from lazymodel._save.atomic import writing
-from lazymodel._save.destination import SINGLE, TERMS, Destination, FileDestination, FolderDestination, SaveOptions
+from lazymodel._save.destination import SINGLE, Destination, FileDestination, FolderDestination, SaveOptions
 from lazymodel._save.hdf5 import Hdf5Shards
 from lazymodel._save.numpy import NpyDestination, NpzDestination
 from lazymodel._save.orbax import OrbaxDestination
-from lazymodel._save.remote import RemoteDestination, remote_destination
+from lazymodel._save.remote import RemoteDestination, check_writable
 from lazymodel._save.safetensors import layout
 from lazymodel._save.write import check_budget, write_files
 from lazymodel._show.progress import Progress, ProgressTo, progress_for
@@ -55,6 +54,8 @@ _SUFFIXES = {
 }  # fmt: skip
 # Suffixes of other programs' files; a folder of such a name would look like one.
 _OF_OTHERS = (".gguf", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".onnx", ".keras", ".safetensor", ".zip")
+# The terms of errors if processes that save together disagree.
+_TERMS = {"done": "saved", "given": "tensors differ", "hint": "Save the same model in all processes"}
 DEFAULT_BUDGET = 256 << 20  # bytes; all threads with all they take, beyond which nothing gets faster
 
 WriteFunction: TypeAlias = "Callable[[Mapping[str, LazyTensor]], Mapping[str, Any]]"
@@ -130,16 +131,11 @@ def save(
         metadata={"format": "pt"} | dict(metadata or {}),
         bar=progress_for(progress),
     )
-    make: Callable[[], tuple[Destination | RemoteDestination, int]]
-    if isinstance(where, Path):
-        make = functools.partial(_laid_out, tensors, where, options, format)
-    else:
-        make = remote_destination(tensors, where, shardings, options)
-    _write(make, shardings, options, overwrite=overwrite)
+    _write(lambda: _destination(tensors, where, format, options, shardings), shardings, options, overwrite=overwrite)
 
 
 def _write(
-    make: Callable[[], tuple[Destination | RemoteDestination, int]],
+    make: Callable[[], Destination | RemoteDestination],
     shardings: Sequence[Any],
     options: SaveOptions,
     *,
@@ -150,18 +146,26 @@ def _write(
     processes = {device.process_index for sharding in shardings for device in sharding.device_set}
     leads = not several or jax.process_index() == min(processes)
     with contextlib.ExitStack() as stack:
-        with agreement(shardings, **TERMS) as stage:
-            target, checksum = make()
-            stack.enter_context(target.staged(leads=leads, overwrite=overwrite))
-            first = target.files[0].name if target.files else ""
+        with agreement(shardings, **_TERMS) as stage:
+            target = make()
+            named = [
+                (file.name, [(n, each.dtype.name, each.shape, at) for n, each, at in file.tensors])
+                for file in target.files
+            ]
             count = sum(len(file.tensors) for file in target.files)
-            stage.outcome = f"write {count} tensors (checksum {checksum}) to {len(target.files)} files, {first!r} first"
-        with target.undone_if_failed(), agreement(shardings, **TERMS) as stage:
-            if isinstance(target, RemoteDestination):
-                target.sending.run(stage.check)
-            else:
-                write_files(target, options.budget, options.bar, stage, leads=leads)
-        with agreement(shardings, **TERMS):
+            stage.outcome = f"write {count} tensors to {len(named)} files, {named[0][0] if named else ''!r} first"
+            stage.details = repr((named, options.budget, sorted(options.metadata.items())))
+            stack.enter_context(target.staged(leads=leads, overwrite=overwrite))
+        try:
+            with agreement(shardings, **_TERMS) as stage:
+                if isinstance(target, RemoteDestination):
+                    target.write(stage)
+                else:
+                    write_files(target, options.budget, options.bar, stage, leads=leads)
+        except BaseException:
+            target.withdraw()
+            raise
+        with agreement(shardings, **_TERMS):
             if leads:
                 target.commit()
 
@@ -218,31 +222,30 @@ def _located(path: str | os.PathLike[str], options: Mapping[str, Any] | None, fo
     return where
 
 
-def _laid_out(tensors: dict[str, LazyTensor], path: Path, options: SaveOptions, format: str) -> tuple[Destination, int]:
-    """The files that there will be, and where; with a checksum of it, the same in every process."""
-    checksum = None
+def _destination(
+    tensors: dict[str, LazyTensor], where: Location, format: str, options: SaveOptions, shardings: Sequence[Any]
+) -> Destination | RemoteDestination:
+    """The files that there will be, and where; the same in every process."""
+    save_id = secrets.token_hex(8)
+    if isinstance(where, RemotePath):
+        check_writable(where)
+        files = layout(tensors, options.shard_size, options.metadata, save_id)
+        return RemoteDestination(where, files, options, shardings, save_id)
     if format == "safetensors":
-        files, checksum = layout(tensors, options.shard_size, options.metadata)
-        target = FileDestination(path, files) if options.shard_size is None else FolderDestination(path, files)
+        files = layout(tensors, options.shard_size, options.metadata, save_id)
+        target = FileDestination(where, files) if options.shard_size is None else FolderDestination(where, files)
     elif format == "numpy":
-        target = NpzDestination(path, [numpy.layout(tensors, path.name)])
+        target = NpzDestination(where, [numpy.layout(tensors, where.name)])
     elif format == "npy":
-        target = NpyDestination(Path(os.path.realpath(path)), numpy.folder_layout(tensors))
+        target = NpyDestination(Path(os.path.realpath(where)), numpy.folder_layout(tensors))
     elif format == "orbax":
-        target = OrbaxDestination(Path(os.path.realpath(path)), orbax.layout(tensors))
+        target = OrbaxDestination(Path(os.path.realpath(where)), orbax.layout(tensors))
     else:
         assert options.shard_size is not None
-        files = hdf5.layout(tensors, path, options.shard_size)
-        target = Hdf5Shards(path, files) if path.suffix == ".json" else FileDestination(path, files)
+        files = hdf5.layout(tensors, where, options.shard_size)
+        target = Hdf5Shards(where, files) if where.suffix == ".json" else FileDestination(where, files)
     check_budget(target.files, options.budget)
-    if checksum is None:
-        placed = [
-            (file.name, n, tensor.dtype.name, tensor.shape, at)
-            for file in target.files
-            for n, tensor, at in file.tensors
-        ]
-        checksum = zlib.crc32(repr(placed).encode())
-    return target, checksum
+    return target
 
 
 def mapped(arrays: dict[str, LazyTensor], mapping: WeightMap | WriteFunction | None) -> dict[str, LazyTensor]:
