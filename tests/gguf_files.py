@@ -50,7 +50,7 @@ class Stored(NamedTuple):
 
 def random_tensor(rng: np.random.Generator, type: str, *shape: int) -> Stored:
     """Any bytes are blocks; those of infinities and of what is no number are among them."""
-    _, size, nbytes, _ = TYPES[NUMBERS[type]]
+    _, size, nbytes, *_ = TYPES[NUMBERS[type]]
     return Stored(type, shape, rng.bytes(math.prod(shape) // size * nbytes))
 
 

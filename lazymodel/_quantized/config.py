@@ -1,12 +1,8 @@
-"""The quantization that a `config.json` declares.
+"""The quantization that a `config.json` declares, and the contents of a quantized checkpoint.
 
-Finds it, the dtype of decoded tensors, and the modules that were not converted. The families interpret all other
-entries.
-
-The contents of a quantized checkpoint. Each family takes the tensors that it knows, and makes plain tensors of them.
-
-Keeps track of the stored tensors that no family has taken yet and of the plain tensors that were made, and raises for
-contradictions. The families interpret the formats.
+Finds the quantization, the dtype of decoded tensors, and the modules that were not converted; the families interpret
+all other entries. Each family takes the tensors that it knows, and makes plain tensors of them: here are the stored
+tensors that no family has taken yet, the plain ones that were made, and the errors for contradictions.
 """
 
 from __future__ import annotations

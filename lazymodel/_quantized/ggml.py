@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import ml_dtypes
 import numpy as np
@@ -108,32 +108,20 @@ def _q8_0(blocks: np.ndarray, numbers: np.ndarray, scratch: np.ndarray) -> None:
     _scale(numbers, blocks[:, 2:].view(np.int8), _float16(blocks[:, :2]))
 
 
-def _q4_0(blocks: np.ndarray, numbers: np.ndarray, scratch: np.ndarray) -> None:
-    codes = _unpacked(blocks[:, None, 2:], 4, scratch, numbers)
-    _scale(numbers, _less(codes, 8), _float16(blocks[:, :2]))
+def _four_or_five_bits(zero: int, five: bool) -> Decode:
+    """Q4_0, Q4_1, Q5_0 and Q5_1: a scale, a minimum unless a code stands for zero, the fifth bits, and codes."""
 
+    def decode(blocks: np.ndarray, numbers: np.ndarray, scratch: np.ndarray) -> None:
+        start = 2 if zero else 4
+        codes = _unpacked(blocks[:, None, start + 4 * five :], 4, scratch, numbers)
+        if five:
+            bits = np.unpackbits(blocks[:, start : start + 4], axis=1, bitorder="little").reshape(-1)
+            np.bitwise_or(codes, np.left_shift(bits, np.uint8(4), out=bits), out=codes)
+        scaled = _scale(numbers, _less(codes, zero) if zero else codes, _float16(blocks[:, :2]))
+        if not zero:
+            np.add(scaled, _float16(blocks[:, 2:4]), out=scaled)
 
-def _q4_1(blocks: np.ndarray, numbers: np.ndarray, scratch: np.ndarray) -> None:
-    codes = _unpacked(blocks[:, None, 4:], 4, scratch, numbers)
-    numbers = _scale(numbers, codes, _float16(blocks[:, :2]))
-    np.add(numbers, _float16(blocks[:, 2:4]), out=numbers)
-
-
-def _five_bits(low: np.ndarray, high: np.ndarray, numbers: np.ndarray, scratch: np.ndarray) -> np.ndarray:
-    codes = _unpacked(low[:, None], 4, scratch, numbers)
-    bits = np.unpackbits(high, axis=1, bitorder="little").reshape(-1)
-    return np.bitwise_or(codes, np.left_shift(bits, np.uint8(4), out=bits), out=codes)
-
-
-def _q5_0(blocks: np.ndarray, numbers: np.ndarray, scratch: np.ndarray) -> None:
-    codes = _five_bits(blocks[:, 6:], blocks[:, 2:6], numbers, scratch)
-    _scale(numbers, _less(codes, 16), _float16(blocks[:, :2]))
-
-
-def _q5_1(blocks: np.ndarray, numbers: np.ndarray, scratch: np.ndarray) -> None:
-    codes = _five_bits(blocks[:, 8:], blocks[:, 4:8], numbers, scratch)
-    numbers = _scale(numbers, codes, _float16(blocks[:, :2]))
-    np.add(numbers, _float16(blocks[:, 2:4]), out=numbers)
+    return decode
 
 
 def _iq4_nl(blocks: np.ndarray, numbers: np.ndarray, scratch: np.ndarray) -> None:
@@ -196,19 +184,17 @@ def _scales_and_minimums(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.ascontiguousarray(both[:, 0]), both[:, 1].reshape(-1, 1)
 
 
-def _q4_k(blocks: np.ndarray, numbers: np.ndarray, scratch: np.ndarray) -> None:
-    codes = _unpacked(blocks[:, 16:].reshape(-1, 4, 32), 4, scratch, numbers)
+def _q4_k(blocks: np.ndarray, numbers: np.ndarray, scratch: np.ndarray, high: np.ndarray | None = None) -> None:
+    codes = _unpacked(blocks[:, -128:].reshape(-1, 4, 32), 4, scratch, numbers)
+    if high is not None:
+        codes = _more_bits(codes, high, 1, 4, numbers)
     scale, minimum = _scales_and_minimums(blocks)
     numbers = _scale(numbers, codes, scale)
     np.subtract(numbers, minimum, out=numbers)
 
 
 def _q5_k(blocks: np.ndarray, numbers: np.ndarray, scratch: np.ndarray) -> None:
-    codes = _unpacked(blocks[:, 48:].reshape(-1, 4, 32), 4, scratch, numbers)
-    codes = _more_bits(codes, blocks[:, None, 16:48], 1, 4, numbers)
-    scale, minimum = _scales_and_minimums(blocks)
-    numbers = _scale(numbers, codes, scale)
-    np.subtract(numbers, minimum, out=numbers)
+    _q4_k(blocks, numbers, scratch, blocks[:, None, 16:48])
 
 
 def _q6_k(blocks: np.ndarray, numbers: np.ndarray, scratch: np.ndarray) -> None:
@@ -346,65 +332,59 @@ def _iq1_m(blocks: np.ndarray, numbers: np.ndarray, scratch: np.ndarray) -> None
 
 GRIDS = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M")  # types that need the package
 
-DECODE: dict[str, Decode] = {
-    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q2_K": _q2_k, "Q3_K": _q3_k,
-    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs, "MXFP4": _mxfp4,
-    "NVFP4": _nvfp4, "TQ1_0": _tq1_0, "TQ2_0": _tq2_0, "IQ2_XXS": _iq2_xxs, "IQ2_XS": _iq2_xs, "IQ2_S": _iq2_s,
-    "IQ3_XXS": _iq3_xxs, "IQ3_S": _iq3_s, "IQ1_S": _iq1_s, "IQ1_M": _iq1_m,
-}  # fmt: skip
-
 
 class TensorType(NamedTuple):
     """A type: its name, the numbers in a block, and the bytes of a block.
 
-    `dtype` is its NumPy dtype, if it is not a quantized type.
+    A quantized type has a function that decodes it, or None if that is not known; any other has a NumPy dtype.
     """
 
     name: str
     size: int
     nbytes: int
+    decode: Decode | None = None
     dtype: np.dtype[Any] | None = None
 
 
 def _plain(name: str, dtype: Any) -> TensorType:
     dtype = np.dtype(dtype)
-    return TensorType(name, 1, dtype.itemsize, dtype)
+    return TensorType(name, 1, dtype.itemsize, dtype=dtype)
 
 
 TYPES = {
     0: _plain("F32", "<f4"),
     1: _plain("F16", "<f2"),
-    2: TensorType("Q4_0", 32, 18),
-    3: TensorType("Q4_1", 32, 20),
-    6: TensorType("Q5_0", 32, 22),
-    7: TensorType("Q5_1", 32, 24),
-    8: TensorType("Q8_0", 32, 34),
+    2: TensorType("Q4_0", 32, 18, _four_or_five_bits(8, False)),
+    3: TensorType("Q4_1", 32, 20, _four_or_five_bits(0, False)),
+    6: TensorType("Q5_0", 32, 22, _four_or_five_bits(16, True)),
+    7: TensorType("Q5_1", 32, 24, _four_or_five_bits(0, True)),
+    8: TensorType("Q8_0", 32, 34, _q8_0),
     9: TensorType("Q8_1", 32, 36),
-    10: TensorType("Q2_K", 256, 84),
-    11: TensorType("Q3_K", 256, 110),
-    12: TensorType("Q4_K", 256, 144),
-    13: TensorType("Q5_K", 256, 176),
-    14: TensorType("Q6_K", 256, 210),
+    10: TensorType("Q2_K", 256, 84, _q2_k),
+    11: TensorType("Q3_K", 256, 110, _q3_k),
+    12: TensorType("Q4_K", 256, 144, _q4_k),
+    13: TensorType("Q5_K", 256, 176, _q5_k),
+    14: TensorType("Q6_K", 256, 210, _q6_k),
     15: TensorType("Q8_K", 256, 292),
-    16: TensorType("IQ2_XXS", 256, 66),
-    17: TensorType("IQ2_XS", 256, 74),
-    18: TensorType("IQ3_XXS", 256, 98),
-    19: TensorType("IQ1_S", 256, 50),
-    20: TensorType("IQ4_NL", 32, 18),
-    21: TensorType("IQ3_S", 256, 110),
-    22: TensorType("IQ2_S", 256, 82),
-    23: TensorType("IQ4_XS", 256, 136),
+    16: TensorType("IQ2_XXS", 256, 66, _iq2_xxs),
+    17: TensorType("IQ2_XS", 256, 74, _iq2_xs),
+    18: TensorType("IQ3_XXS", 256, 98, _iq3_xxs),
+    19: TensorType("IQ1_S", 256, 50, _iq1_s),
+    20: TensorType("IQ4_NL", 32, 18, _iq4_nl),
+    21: TensorType("IQ3_S", 256, 110, _iq3_s),
+    22: TensorType("IQ2_S", 256, 82, _iq2_s),
+    23: TensorType("IQ4_XS", 256, 136, _iq4_xs),
     24: _plain("I8", "<i1"),
     25: _plain("I16", "<i2"),
     26: _plain("I32", "<i4"),
     27: _plain("I64", "<i8"),
     28: _plain("F64", "<f8"),
-    29: TensorType("IQ1_M", 256, 56),
+    29: TensorType("IQ1_M", 256, 56, _iq1_m),
     30: _plain("BF16", ml_dtypes.bfloat16),
-    34: TensorType("TQ1_0", 256, 54),
-    35: TensorType("TQ2_0", 256, 66),
-    39: TensorType("MXFP4", 32, 17),
-    40: TensorType("NVFP4", 64, 36),
+    34: TensorType("TQ1_0", 256, 54, _tq1_0),
+    35: TensorType("TQ2_0", 256, 66, _tq2_0),
+    39: TensorType("MXFP4", 32, 17, _mxfp4),
+    40: TensorType("NVFP4", 64, 36, _nvfp4),
     41: TensorType("Q1_0", 128, 18),
 }
 
@@ -418,10 +398,9 @@ def tensor_of(
     """
     if type.dtype is not None:
         return FileTensor(name, reader, offset, shape, type.dtype)
-    try:
-        decode = decoder(type.name)
-    except CheckpointError as error:
-        raise CheckpointError(f"tensor {name!r} of {reader.path}: {error}") from error
+    if (fix := _missing(type)) is not None:
+        raise CheckpointError(f"tensor {name!r} of {reader.path}: {type.name} cannot be decoded; {fix}")
+    decode = cast(Decode, type.decode)
     ones, stored = (1,) * len(shape), (*shape[:-1], shape[-1] // type.size, type.nbytes)
 
     def unpack(blocks: np.ndarray, out: np.ndarray, workspace: Workspace) -> None:
@@ -433,19 +412,15 @@ def tensor_of(
     return DecodedTensor(shape, Stored(view, ones, unpack, (*ones[:-1], type.size)), scratch=_NUMBER, tile=_TILE)
 
 
-def decoder(name: str) -> Decode:
-    """Returns the decoder of a quantized type. Raises CheckpointError if there is none."""
-    if name not in DECODE:
-        raise CheckpointError(f"{name} cannot be decoded; quantize the model to another type")
-    if name in GRIDS:
-        try:
-            grid(name)
-        except ImportError as error:
-            raise CheckpointError(
-                f"decoding {name} needs the package gguf, which is not installed: pip install 'lazymodel[gguf]'"
-            ) from error
-        except AttributeError as error:
-            raise CheckpointError(
-                f"the installed package gguf cannot decode {name}; update it: pip install -U gguf"
-            ) from error
-    return DECODE[name]
+def _missing(type: TensorType) -> str | None:
+    """How to become able to decode a type; None if it can be decoded."""
+    if type.decode is None:
+        return "quantize the model to another type"
+    try:
+        if type.name in GRIDS:
+            grid(type.name)
+    except ImportError:
+        return "it needs the package gguf: pip install 'lazymodel[gguf]'"
+    except AttributeError:
+        return "the installed package gguf cannot do it: pip install -U gguf"
+    return None

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from lazymodel import CheckpointError
 from lazymodel._quantized.config import ADVICE, find_config
-from lazymodel._quantized.plain import require_known
+from lazymodel._quantized.families import require_known
 from lazymodel._remote.path import Location, RemotePath
 from lazymodel._show.text import listed
 from lazymodel._tensors.casting import is_marker, scales_beside, weights

@@ -24,7 +24,7 @@ import keras
 import numpy as np
 
 from lazymodel import CheckpointError, LazyTensor, open_checkpoint
-from lazymodel._quantized.float4 import CODES, Float4Tensor, scaled_pairs
+from lazymodel._quantized.scaled import CODES, Float4Tensor, scaled_pairs
 from lazymodel._remote.path import RemotePath
 from lazymodel.checkpoints import SafetensorsFile
 from lazymodel.checkpoints._hdf5 import H5File
