@@ -13,10 +13,13 @@ Every message names its subject (variable path, file), what was expected, what w
 import re
 import sys
 import warnings
+from types import FrameType
 
 _OURS = ("lazymodel", "lazymodel_flax", "lazymodel_keras")
 # Modules possible between a user's line and ours: frameworks that call us, `with` statements, decorated functions.
-_BETWEEN = frozenset((*_OURS, "flax", "jax", "keras", "keras_hub", "optax", "orbax", "contextlib", "functools"))
+_BETWEEN = frozenset(
+    (*_OURS, "flax", "jax", "jaxlib", "keras", "keras_hub", "numpy", "optax", "orbax", "contextlib", "functools")
+)
 _WORD, _LINE = 400, 4000  # characters; paths are shorter, while a file may give a tensor a name of megabytes
 
 
@@ -110,13 +113,18 @@ for _public in (LazyModelError, TraceError, ShardingError, CheckpointError, Does
     _public.__module__ = "lazymodel"  # the name that users import, and see in tracebacks
 
 
+def is_library(frame: FrameType) -> bool:
+    """Returns True for a line of this repository or of a framework, which is not the user's own."""
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in _BETWEEN
+
+
 def warn(message: str, category: type[Warning] = LazyModelWarning) -> None:
     """Warns about the user's own line: the first one outside of this repository and the frameworks.
 
     Deprecated features warn with `DeprecationWarning`, and name the replacement.
     """
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]  # documented, and 100 times as fast as inspect
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _BETWEEN:
+    while frame.f_back is not None and is_library(frame):
         frame = frame.f_back
     module = str(frame.f_globals.get("__name__"))
     seen = frame.f_globals.setdefault("__warningregistry__", {})

@@ -1,22 +1,14 @@
-"""The methods `quantize` and `lora`: the framework changes the layers of a model.
+"""Methods that make another abstract model: `quantize`, `lora`, `with_optimizer`, `reinitialize` and `rekey`.
 
-The method `with_optimizer`: adds the initial state of an optimizer, from shapes alone, as variables of the model.
-
-Responsible for finding the state and the parameter that each part of it belongs to, and is sharded like
-(`_sharding/shard`). `_trace` computes it, with the same init programs as parameters. An optimizer is any object with
-an `init` function that takes a pytree of parameters; nothing here imports Optax.
-
-The methods `reinitialize` and `rekey`: set another initializer, or other random keys, for some variables.
-
-Responsible for choosing the initializer and the key of each variable. The initializers are traced like any init
-function (`_trace`), so they run as the same programs, equal bit for bit to calling them eagerly.
+The framework quantizes and adds LoRA pairs. An optimizer's state and other initializers are traced like any init
+function (`_trace`), so they run as the same programs, equal bit for bit to calling them eagerly. An optimizer is any
+object with an `init` function that takes a pytree of parameters; nothing here imports Optax.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -27,22 +19,21 @@ import numpy as np
 
 from lazymodel._abstract.framework import (
     AnyModel,
-    Derived,
     Framework,
     LoweredFunction,
     ModelSpec,
     Optimized,
     Optimizer,
     Training,
-)
+)  # fmt: skip
 from lazymodel._abstract.variable import OPTIMIZER, AbstractVariable, Template, matched_paths, rule_path
 from lazymodel._errors import LazyModelError, TraceError
-from lazymodel._programs.jaxprs import is_key, key_data, walk
+from lazymodel._programs.jaxprs import is_key, key_data
 from lazymodel._programs.programs import InitRecipe, given_recipe
 from lazymodel._sharding.shard import follow
 from lazymodel._show.text import closest
-from lazymodel._trace.errors import on_host, raise_explained
-from lazymodel._trace.function import Flat, flattened, trace_function
+from lazymodel._trace.errors import on_host
+from lazymodel._trace.function import flattened, trace_function
 
 
 def quantize(model: AnyModel, how: Any, filters: str | Sequence[str] | Callable[[Any], bool] | None = None) -> AnyModel:
@@ -66,6 +57,7 @@ def quantize(model: AnyModel, how: Any, filters: str | Sequence[str] | Callable[
         >>> abstract.quantize("int8").nbytes < abstract.nbytes / 2
         True
     """
+    _refuse_optimizer(model, "quantize")
     return model.framework.quantize(model, how, filters)
 
 
@@ -89,7 +81,13 @@ def lora(model: AnyModel, rank: int, targets: str | None = None) -> AnyModel:
         >>> [variable.shape for variable in tuned.values() if variable.trainable][:2]
         [(2, 16, 4), (4, 8)]
     """
+    _refuse_optimizer(model, "lora")
     return model.framework.lora(model, rank, targets)
+
+
+def _refuse_optimizer(model: ModelSpec, step: str) -> None:
+    if model.optimized is not None:
+        raise LazyModelError(f"{model.name} has an optimizer already; {step} comes before with_optimizer")
 
 
 def with_optimizer(
@@ -140,21 +138,25 @@ def with_optimizer(
         raise LazyModelError(f"{model.name} has an optimizer already; chain transformations, or start from the model")
     paths = _trained(model, trained)
     structs = {path: dataclasses.replace(model[path], sharding=None, layout=None).struct for path in paths}
-    found = _WithState(model, optimizer, structs)
-    if taken := [path for path in found.structs if path in model.variables]:
+    started: list[Training] = []
+
+    def start(parameters: Mapping[str, Any]) -> Any:
+        started.append(model.framework.start_training(model.variables, optimizer, parameters))
+        return started[-1].state
+
+    def path_of(keys: Sequence[Any]) -> str:
+        return OPTIMIZER + started[-1].path_of(keys)
+
+    def derive(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+        return flattened(start(parameters), path_of).arrays
+
+    traced = trace_function(start, (structs,), {}, name=model.name, path_of=path_of, derive=derive)
+    if taken := [path for path in traced if path in model.variables]:
         raise LazyModelError(f"{model.name} has a variable of its own at {taken[0]!r}, where optimizer state would go")
-
-    def constant_part(leaves: Mapping[str, Any]) -> dict[str, Any]:
-        return {path: leaf for path, leaf in found.leaves(leaves).items() if path not in found.derived}
-
-    traced = trace_function(constant_part, (structs,), {}, name=model.name)
     state: dict[str, AbstractVariable] = {}
-    for path, struct in found.structs.items():
-        shape, weak = tuple(struct.shape), bool(getattr(struct, "weak_type", False))
-        derived = AbstractVariable(path, shape, struct.dtype, origin="of parameters", weak_type=weak)
-        variable = traced.variables.get(path, derived)
+    for path, variable in traced.items():
         origin = "value" if variable.origin == "constant" else variable.origin
-        follows = _parameter(rule_path(path.removeprefix(OPTIMIZER)), found.training.parameters)
+        follows = _parameter(rule_path(path.removeprefix(OPTIMIZER)), started[0].parameters)
         state[path] = dataclasses.replace(variable, origin=origin, trainable=False, follows=follows)
     on_host = {path: source for path, source in traced.sources.items() if traced[path].on_host}
     constants = ((path, np.asarray(source)) for path, source in traced.sources.items() if path not in on_host)
@@ -164,88 +166,38 @@ def with_optimizer(
         variables={**model.variables, **follow(state, model.variables, memory_kind=memory_kind)},
         recipes=(*model.recipes, *traced.recipes, *starts),
         sources={**model.sources, **on_host},
-        framework=found,
-        derived=Derived(tuple(found.derived), paths, found.leaves) if found.derived else None,
+        framework=_WithState(model, started[0], traced.framework),
+        derived=traced.derived,
         optimized=Optimized(paths, model, memory_kind),
     )
 
 
 class _WithState(Framework):
-    """The framework of a model and of its optimizer's state, which is created abstractly.
+    """The framework of a model and of its optimizer's state."""
 
-    Attributes:
-        flat: The state.
-        training: Its abstract start.
-        structs: Path → shape and dtype of the state.
-        derived: The paths of state that depends on the values of parameters, in order.
-    """
+    def __init__(self, model: ModelSpec, training: Training, state: Framework) -> None:
+        super().__init__(lambda leaves: (model.framework.structure(leaves), state.structure(leaves)))
+        self._model, self._training, self._state = model, training, state
 
-    def __init__(self, model: ModelSpec, optimizer: Optimizer, parameters: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-        """Raises TraceError if the optimizer's `init` needs the values of parameters on the host."""
-        self._model = model
-        self._start = functools.partial(model.framework.start_training, model.variables, optimizer)
-        started: list[tuple[Training, Flat]] = []
-
-        def flat(leaves: Mapping[str, Any]) -> list[Any]:
-            training = self._start(leaves)
-            found = flattened(training.state, lambda keys: OPTIMIZER + training.path_of(keys))
-            started.append((training, found.traced()))
-            return list(found.arrays.values())
-
-        try:
-            closed = jax.make_jaxpr(flat)(dict(parameters))
-        except Exception as error:
-            raise_explained(error)
-        ((self.training, self.flat),) = started
-
-        def results(eqn: Any, operands: list[bool]) -> list[bool]:
-            return [any(operands)] * len(eqn.outvars)
-
-        # For each value, True if it may depend on that of a parameter.
-        depend = walk(closed, [True] * len(closed.jaxpr.invars), lambda atom, value: False, results)
-        self.derived = [path for path, depends in zip(self.flat.arrays, depend, strict=True) if depends]
-        self.structs: dict[str, Any] = dict(zip(self.flat.arrays, closed.out_avals, strict=True))
-
-    def leaves(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Path → array of the state, from arrays of the parameters."""
-        return self.flat.named(jax.tree.leaves(self._start(parameters).state))
-
-    def structure(self, leaves: Mapping[str, Any]) -> Any:
-        return self._model.framework.structure(leaves), self.flat.unflatten(leaves)
+    def _own(self, by_path: Mapping[str, Any]) -> dict[str, Any]:
+        return {path: by_path[path] for path in self._model}
 
     def check_placed(self, variables: Mapping[str, AbstractVariable]) -> None:
-        self._model.framework.check_placed({path: variables[path] for path in self._model})
+        self._model.framework.check_placed(self._own(variables))
 
     def rebuild(self, arrays: Mapping[str, jax.Array]) -> Any:
-        own = {path: arrays[path] for path in self._model}
-        return self.training.finish(self._model.framework.rebuild(own), self.flat.unflatten(arrays))
-
-    def outline(self, struct: jax.ShapeDtypeStruct) -> Any:
-        return self._model.framework.outline(struct)
+        model = self._model.framework.rebuild(self._own(arrays))
+        return self._training.finish(model, self._state.structure(arrays))
 
     @contextlib.contextmanager
     def outlined(self, structs: Mapping[str, jax.ShapeDtypeStruct]) -> Generator[Any]:
-        state = self.flat.unflatten({path: self.outline(struct) for path, struct in structs.items()})
-        with self._model.framework.outlined({path: structs[path] for path in self._model}) as model:
-            yield self.training.finish(model, state)
+        outline = self._model.framework.outline
+        state = self._state.structure({path: outline(struct) for path, struct in structs.items()})
+        with self._model.framework.outlined(self._own(structs)) as model:
+            yield self._training.finish(model, state)
 
-    def lowered(
-        self,
-        what: str,
-        structs: Mapping[str, jax.ShapeDtypeStruct],
-        *,
-        inputs: Sequence[Any] = (),
-        batch: int | None,
-        sequence: int | None,
-    ) -> Sequence[LoweredFunction]:
-        own = {path: structs[path] for path in self._model}
-        return self._model.framework.lowered(what, own, inputs=inputs, batch=batch, sequence=sequence)
-
-    def quantize(self, model: Any, how: Any, filters: Any) -> Any:
-        raise LazyModelError(f"{model.name} has an optimizer already; quantize comes before with_optimizer")
-
-    def lora(self, model: Any, rank: int, targets: str | None) -> Any:
-        raise LazyModelError(f"{model.name} has an optimizer already; lora comes before with_optimizer")
+    def lowered(self, what: str, structs: Mapping[str, jax.ShapeDtypeStruct], **call: Any) -> Sequence[LoweredFunction]:
+        return self._model.framework.lowered(what, self._own(structs), **call)
 
 
 def _parameter(name: str, parameters: Mapping[str, str]) -> str:

@@ -1,15 +1,44 @@
-"""The adapter that `lazymodel.build_abstract` finds for Flax: chooses between Linen and NNX."""
+"""The adapter that `lazymodel.build_abstract` finds for Flax: Linen modules, NNX classes, and functions.
+
+Linen: a module and its init arguments become the variables dict that `module.init` would return. Paths start with the
+collection, such as `params/Dense_0/kernel`; boxes around arrays are in the rebuilt variables and not in the paths.
+
+NNX: a class or a factory and its arguments become the module that it would build. The keys of `nnx.Rngs` among the
+arguments are run-time inputs; the module's structure is static, and the leaves of its state are the variables. Only
+plain variables without a mesh can be traced: JAX returns no references from a trace, hijax variables trace to equations
+with effects, and a mesh need not exist yet. So a module is built of plain variables, and is converted to what eager
+construction gives (`nnx.var_defaults`, eager sharding) when it is rebuilt.
+
+Axis names of both are the variables' `logical_axes`. `params` and every `nnx.Param` are trainable.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import contextlib
+import dataclasses
+import types
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import jax
+import numpy as np
+from flax import linen, nnx
 
-from lazymodel._abstract.framework import ModelSpec
-from lazymodel._trace.errors import watched
-from lazymodel_flax import linen, nnx
+from lazymodel import AbstractVariable, LazyModelError, TraceError
+from lazymodel._abstract.framework import Framework, ModelSpec, Optimizer, Training
+from lazymodel._abstract.variable import OPTIMIZER, PathOf, is_trained_pair, path_of, path_text, trained_path
+from lazymodel._programs.jaxprs import CONFIG, is_key, with_weak_type
+from lazymodel._sharding.shard import resolve_logical
+from lazymodel._trace.errors import cells_with_tracers, is_iterator, refuse_empty, refuse_escaped, watched
+from lazymodel._trace.function import known_value, trace_function
+
+_PARAMS = "params/"  # prefix of the paths of the collection that Linen trains
+# Paths of the state of given NNX objects after `build` has run; these are not variables of the model.
+_AFTER = "\0after/"
+# Replaces True as the `eager_sharding` of variables while they are built: false, and set by no code of their own.
+_LATER = ""
+# Attributes that NNX itself keeps in a module, its trace state among them.
+_OF_NNX = ("_pytree__state", "_pytree__nodes")
 
 
 class FlaxAdapter:
@@ -25,21 +54,442 @@ class FlaxAdapter:
     """
 
     def matches(self, build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return linen.matches(build) or nnx.matches(build, args, kwargs)
+        if _is_linen(build) or _is_node(build):
+            return True
+        if isinstance(build, type):
+            return issubclass(build, nnx.Pytree)
+        return callable(build) and (_has_nodes((args, kwargs)) or not hasattr(build, "init"))
 
     def build_abstract(self, build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelSpec:
-        module = linen if linen.matches(build) else nnx
         with watched(build, args, kwargs):
-            return module.build_abstract(build, args, kwargs)
+            return _build_linen(build, args, kwargs) if _is_linen(build) else _build_nnx(build, args, kwargs)
 
     def arrays(self, model: Any) -> dict[str, Any] | None:
-        found = nnx.arrays(model)
-        return linen.by_path(model) if found is None and linen.has_boxes(model) else found
+        if _has_nodes(model):
+            own = _own_path(model)
+            return {own(path): leaf for path, leaf in _by_path(nnx.split(_as_plain(model))[1]).items()}
+        return _by_path(model) if _has_boxes(model) else None
 
     def with_arrays(self, model: Any, arrays: Mapping[int, Any]) -> Any:
-        if nnx.arrays(model) is not None:
-            return nnx.with_arrays(model, arrays)
-        return jax.tree.map(lambda leaf: arrays.get(id(leaf), leaf), model)
+        graphdef, state = nnx.split(model) if _has_nodes(model) else (None, model)
+        state = jax.tree.map(lambda leaf: arrays.get(id(leaf), leaf), state)
+        return state if graphdef is None else nnx.merge(graphdef, state)
 
 
 adapter = FlaxAdapter()
+
+
+# Linen ----------------------------------------------------------------------------------------------------------------
+
+
+def _is_linen(build: Any) -> bool:
+    return isinstance(build, linen.Module) or (isinstance(build, type) and issubclass(build, linen.Module))
+
+
+def _build_linen(module: linen.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelSpec:
+    """The abstract model of what `module.init(*args, **kwargs)` would return; inputs may be `jax.ShapeDtypeStruct`."""
+    if isinstance(module, type):
+        raise LazyModelError(
+            f"build_abstract got the Linen class {module.__name__}: pass a module, {module.__name__}(…), then the "
+            "arguments of its init, a key and inputs"
+        )
+    model = trace_function(module.init, args, kwargs, name=type(module).__name__, path_of=_variable_path)
+    tree = model.framework.structure({path: path for path in model})
+    boxes = [box for box in jax.tree.leaves(tree, is_leaf=_is_box) if isinstance(box, linen.Partitioned)]
+    model = _with_logical_axes(model, {box.value: (box.names, getattr(box, "rules", None)) for box in boxes})
+    trainable = {path: dataclasses.replace(model[path], trainable=path.startswith(_PARAMS)) for path in model}
+    return dataclasses.replace(model, variables=trainable, framework=_Linen(model.framework.structure))
+
+
+class _Linen(Framework):
+    """Variables dicts; an optimizer gets only the parameters."""
+
+    def start_training(
+        self, variables: Mapping[str, AbstractVariable], optimizer: Optimizer, leaves: Mapping[str, Any]
+    ) -> Training:
+        # Like `TrainState.create(params=variables["params"])`; boxes of variables that are not trained hold None.
+        params = self.structure({path: leaves.get(path) for path in variables})["params"]
+        places = {path.removeprefix(_PARAMS): path for path in leaves}
+        return Training(optimizer.init(params), lambda variables, state: (variables, state), _variable_path, places)
+
+
+def _variable_path(keys: Sequence[Any]) -> str:
+    """The path without the attribute in which a variable or box keeps its array."""
+    return path_text(_without_values(keys))
+
+
+def _without_values(keys: Sequence[Any]) -> list[Any]:
+    return [key for key in keys if not (isinstance(key, jax.tree_util.GetAttrKey) and key.name == "value")]
+
+
+def _by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
+    """The leaves of a tree by their paths, without the attributes in which variables and boxes keep arrays."""
+    found, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    name = path_of(tree)
+    return {name(_without_values(keys)): leaf for keys, leaf in found}
+
+
+def _is_box(leaf: Any) -> bool:
+    return isinstance(leaf, linen.meta.AxisMetadata)
+
+
+def _has_boxes(tree: Any) -> bool:
+    """Returns True if a tree contains one of Linen's boxes around an array."""
+    return any(map(_is_box, jax.tree.leaves(tree, is_leaf=lambda leaf: _is_box(leaf) or is_iterator(leaf))))
+
+
+def _path_of_plain(tree: Any) -> PathOf:
+    """The function that names the leaves of a tree without NNX objects, like `_by_path` or the core."""
+    name = path_of(tree)
+    return (lambda keys: name(_without_values(keys))) if _has_boxes(tree) else name
+
+
+def _with_logical_axes(model: ModelSpec, names: Mapping[str, tuple[Any, Any]]) -> ModelSpec:
+    """The model with `logical_axes` on its variables.
+
+    `names` maps path → axis names (a sequence, a PartitionSpec or a NamedSharding) and the variable's own rules for
+    them, or None. Own rules are applied at once; names without an own rule stay.
+    """
+    variables = dict(model.variables)
+    for path, (axes, rules) in names.items():
+        if path in variables:
+            axes = tuple(getattr(axes, "spec", axes))
+            if rules:
+                resolved, unknown = resolve_logical(axes, rules)
+                axes = tuple(name if name in unknown else axis for name, axis in zip(axes, resolved, strict=True))
+            variables[path] = dataclasses.replace(variables[path], logical_axes=axes)
+    return model.with_variables(variables)
+
+
+# NNX ------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Modes:
+    """The way in which new variables are kept."""
+
+    hijax: bool  # as hijax objects
+    ref: bool  # their arrays as references
+    eager: bool  # variables with axis names on the mesh of the context
+
+    @classmethod
+    def current(cls) -> _Modes:
+        """The current state of `nnx.var_defaults` and `nnx.use_eager_sharding`."""
+        defaults = nnx.var_defaults()
+        return cls(bool(defaults.hijax), bool(defaults.ref), bool(nnx.using_eager_sharding()))
+
+    @contextlib.contextmanager
+    def suspended(self) -> Generator[None]:
+        """Keeps new variables plain, and on no mesh; `_set_eager` and `applied` convert them later.
+
+        The traces of jitted functions in the block are separate from all others: `nnx.jit` caches the module that a
+        function returned, with its metadata. The default device is a part of the cache key of traces, and has no other
+        effect on a trace.
+        """
+        device, first = CONFIG.jax_default_device, jax.local_devices()[0]
+        other = first if device is None else None if device == first else device
+        traces, later = jax.default_device(cast(Any, other)), cast(bool, _LATER if self.eager else False)
+        with nnx.var_defaults(hijax=False, ref=False), nnx.use_eager_sharding(later), traces:
+            yield
+
+    def applied(self, module: Any) -> Any:
+        """A module of plain variables, converted to variables that are kept in this way."""
+        if not (self.hijax or self.ref):
+            return module
+        return nnx.with_vars(module, hijax=self.hijax, ref=self.ref, allow_duplicates=True)
+
+
+def _as_plain(nodes: Any) -> Any:
+    """NNX objects with plain variables; the objects themselves if they have only these."""
+    special = any(node.hijax or node.ref for node in _variables(nodes))
+    return nnx.with_vars(nodes, hijax=False, ref=False, allow_duplicates=True) if special else nodes
+
+
+def _variables(nodes: Any) -> Iterator[Any]:
+    return (node for _, node in nnx.iter_graph(nodes) if isinstance(node, nnx.Variable))
+
+
+def _counts(nodes: Any) -> list[Any]:
+    """The state of NNX objects that is known after a build: counts. Keys do not change, the rest is materialized."""
+    return [node for node in _variables(nodes) if isinstance(node, nnx.RngCount)]
+
+
+def _set_eager(nodes: Any, before: Any, after: Any) -> None:
+    """Replaces one value of `eager_sharding` in the metadata of variables, which says if they are put on a mesh."""
+    for node in _variables(nodes):
+        if node.get_metadata("eager_sharding", None) is before:
+            node.set_metadata(eager_sharding=after)
+
+
+def _refuse_references(result: Any) -> None:
+    """Raises LazyModelError if the code of a variable makes it a reference or a hijax object."""
+    for path, node in nnx.iter_graph(result):
+        if isinstance(node, nnx.Variable) and (node.hijax or node.ref):
+            kind = "hijax" if node.hijax else "ref"
+            raise LazyModelError(
+                f"{'/'.join(map(str, path))!r} is made with {kind}=True of its own, and such variables cannot be "
+                f"traced: build the whole model under nnx.var_defaults({kind}=True) instead"
+            )
+
+
+def _build_nnx(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelSpec:
+    """The abstract model of `build(*args, **kwargs)`: a module, or any pytree, with NNX objects or without.
+
+    NNX objects among the arguments change as in eager construction: the counts of an `nnx.Rngs` have advanced, so the
+    next module built with it gets other keys.
+
+    Raises:
+        TraceError: As for `trace_function`.
+        LazyModelError: `build` is built already, or its code makes a variable a reference.
+    """
+    if _is_node(build):
+        raise LazyModelError(f"build_abstract got a {type(build).__name__} that is built already: pass its class")
+    name = getattr(build, "__name__", type(build).__name__)
+    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
+    where = [index for index, leaf in enumerate(leaves) if _is_node(leaf)]
+    given = tuple(leaves[index] for index in where)
+    modes = _Modes.current()
+    # Split together, so that one object given twice stays one object.
+    graphdef, counts, state = nnx.split(_as_plain(given), nnx.RngCount, ...)
+    rest = [None if _is_node(leaf) else leaf for leaf in leaves]
+    built: list[_Built] = []
+    closures: list[tuple[str, types.CellType]] = []
+
+    def pure(rest: list[Any], state: Any) -> Any:
+        # Counts are known, so they count in NumPy. If traced, each would be compared by its sharding, for which some
+        # JAX versions search the whole trace: quadratic in the number of layers.
+        nodes = nnx.merge(graphdef, jax.tree.map(_count, counts), state)
+        placed = dict(zip(where, nodes, strict=True))
+        args, kwargs = jax.tree.unflatten(treedef, [placed.get(index, leaf) for index, leaf in enumerate(rest)])
+        with modes.suspended():
+            result = build(*args, **kwargs)
+        known: dict[int, jax.Array] = {}  # a count in two places stays one array
+        after = [_as_count(node.get_value(), known) for node in _counts(nodes)]
+        closures.clear()
+        leaves = jax.tree.leaves(result, is_leaf=lambda leaf: _is_node(leaf) or is_iterator(leaf))
+        if not any(map(_is_node, leaves)):
+            built.append(_Built(None, None, (), {}, frozenset(), _path_of_plain(result)))
+            _check_plain(result, leaves, name)
+            return result, after
+        _refuse_references(result)
+        after += _mark_buffers(result, closures)
+        _set_eager(result, _LATER, True)
+        structure, found = nnx.split(result)
+        flat, found_def = jax.tree_util.tree_flatten_with_path(found)
+        own = _own_path(result)
+        paths = tuple(own(_variable_path(keys)) for keys, _ in flat)
+        if not any(isinstance(leaf, (jax.Array, np.ndarray)) for _, leaf in flat):
+            refuse_empty(result, list(zip(paths, (leaf for _, leaf in flat), strict=True)), name)
+        axes = {own(path): names for path, names in _axis_names(found).items()}
+        params = frozenset(map(own, _by_path(nnx.filter_state(found, nnx.Param))))
+        built.append(_Built(structure, found_def, paths, axes, params))
+        return [_as_count(leaf, known) for _, leaf in flat], after
+
+    def path_of(keys: Sequence[Any]) -> str:
+        if keys[0].idx == 1:
+            return f"{_AFTER}{keys[1].idx}"
+        paths = built[-1].paths
+        return paths[keys[1].idx] if built[-1].graphdef is not None else built[-1].path_of(keys[1:])
+
+    # None is a pytree without leaves, so the places of nodes in `rest` trace to None.
+    model = trace_function(pure, (rest, state), {}, name=name, path_of=path_of)
+    _advance(given, model, closures)
+    return _with_logical_axes(_as_module(model, built[-1], modes), built[-1].axes)
+
+
+def _own_path(tree: Any) -> Callable[[str], str]:
+    """A function that turns paths in the state of a tree into those of its variables: for a pair of a module and its
+    optimizer, the paths of `with_optimizer`.
+    """
+    if type(tree) is tuple and len(tree) == 2 and type(tree[1]) is nnx.Optimizer:
+        return lambda path: trained_path(path).replace(f"{OPTIMIZER}opt_state/", OPTIMIZER, 1)
+    return trained_path if is_trained_pair(tree) else str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Built:
+    """Findings of a trace."""
+
+    graphdef: Any  # the result's graph definition; None if it contains no NNX objects
+    state_def: Any  # the structure of its state
+    paths: tuple[str, ...]  # a path for each leaf of the state
+    axes: Mapping[str, tuple[Any, Any]]  # see `_axis_names`
+    params: frozenset[str]  # the paths of values of `nnx.Param`
+    path_of: PathOf = path_text  # names the leaves of a result without NNX objects
+
+
+def _is_node(leaf: Any) -> bool:
+    return isinstance(leaf, (nnx.Pytree, nnx.Variable))
+
+
+def _has_nodes(tree: Any) -> bool:
+    return any(map(_is_node, jax.tree.leaves(tree, is_leaf=_is_node)))
+
+
+class _Count(np.ndarray[Any, Any]):
+    """A count whose items are copies: NNX counts in place, and a trace would keep a view of it."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return _count(super().__getitem__(index))
+
+
+def _count(value: Any) -> _Count:
+    return np.array(value).view(_Count)
+
+
+def _as_count(leaf: Any, known: dict[int, jax.Array]) -> Any:
+    """A count as an array with its value, as in eager execution."""
+    if not isinstance(leaf, _Count):
+        return leaf
+    with jax.ensure_compile_time_eval():
+        return known.setdefault(id(leaf), jax.numpy.asarray(np.array(leaf, subok=False)))
+
+
+def _axis_names(state: Any) -> dict[str, tuple[Any, Any]]:
+    """Path → axis names of each variable that has some, and its own rules for them or None."""
+    found = _by_path(state, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    metadata = {path: variable.get_metadata() for path, variable in found.items() if isinstance(variable, nnx.Variable)}
+    named = {path: given for path, given in metadata.items() if given.get("out_sharding") is not None}
+    return {path: (given["out_sharding"], given.get("sharding_rules")) for path, given in named.items()}
+
+
+def _check_plain(result: Any, leaves: Sequence[Any], name: str) -> None:
+    """Checks that a result without NNX objects has arrays; the core checks the arrays themselves."""
+    if not any(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves):
+        flat, treedef = jax.tree_util.tree_flatten_with_path(result, is_leaf=is_iterator)
+        named = [(path_text(keys), leaf) for keys, leaf in flat]
+        refuse_escaped(named, treedef)
+        refuse_empty(result, named, name)
+
+
+def _mark_buffers(result: Any, closures: list[tuple[str, types.CellType]]) -> list[Any]:
+    """Marks plain arrays that modules hold as data, which NNX itself only does for concrete arrays.
+
+    Otherwise they would count as static, and the tracers would leak in the graph definition. Arrays in closures of
+    functions among the attributes, such as the scale of an initializer that a layer keeps, are taken out and returned;
+    `closures` gets their cells, which `_advance` fills once there are values. If such a function closes over an object
+    with the type of one of the result's modules, it is that module as it was built, and `nnx.merge` leaves it there.
+
+    Raises:
+        TraceError: A traced array is elsewhere in an attribute that is static for NNX, and would be lost.
+    """
+    nodes = list(nnx.iter_graph(result))
+    own, taken = {type(node) for _, node in nodes if isinstance(node, nnx.Module)}, list[Any]()
+    for path, node in nodes:
+        if not isinstance(node, nnx.Pytree):
+            continue
+        data = getattr(node, "_pytree__nodes", {})  # attributes that NNX traverses itself
+        for name, value in list(vars(node).items()):
+            if isinstance(value, jax.Array):
+                setattr(node, name, nnx.data(value))
+            elif name not in _OF_NNX and not data.get(name, False):
+                place = "/".join(map(str, (*path, name)))
+                for cell in cells_with_tracers(value, own):
+                    closures.append((place, cell))
+                    taken.append(cell.cell_contents)
+                    cell.cell_contents = None
+                refuse_escaped([(place, value)], known=own)
+    return taken
+
+
+def _advance(given: tuple[Any, ...], model: ModelSpec, closures: Sequence[tuple[str, types.CellType]]) -> None:
+    """Updates the counts of the user's own `nnx.Rngs`, as building eagerly would, and fills closures."""
+    _, after = model.framework.structure({path: path for path in model})
+    counts = _counts(given)
+    for node, path in zip(counts, after, strict=False):  # the values of closures follow
+        if (value := known_value(model, path)) is not None:
+            node.set_value(jax.numpy.asarray(value))
+    for path, (place, cell) in zip(after[len(counts) :], closures, strict=True):
+        if (value := known_value(model, path)) is None or is_key(model[path].dtype):
+            raise TraceError(
+                f"a function that the module keeps at {place!r} closes over a traced {model[path].dtype.name}"
+                f"{list(model[path].shape)}, which has no value before it is materialized: keep it in an `nnx.Variable`"
+            )
+        cell.cell_contents = with_weak_type(jax.numpy.asarray(value), model[path].weak_type)
+
+
+def _as_module(model: ModelSpec, built: _Built, modes: _Modes) -> ModelSpec:
+    """The model without variables that are not the module's own; it rebuilds the module itself."""
+    own = {path: variable for path, variable in model.items() if not path.startswith(_AFTER)}
+    parts = model.framework, [path for path in model if path not in own]
+    framework = _Results(*parts) if built.graphdef is None else _Module(*parts, built, modes)
+    if built.graphdef is not None:
+        own = {path: dataclasses.replace(own[path], trainable=path in built.params) for path in own}
+    kept = ((recipe, [path for path in recipe.paths if path in own]) for recipe in model.recipes)
+    return dataclasses.replace(
+        model,
+        variables=own,
+        framework=framework,
+        recipes=tuple(recipe.restricted_to(paths) for recipe, paths in kept if paths),
+        sources={path: source for path, source in model.sources.items() if path in own},
+        aliases={other: path for other, path in model.aliases.items() if not other.startswith(_AFTER)},
+    )
+
+
+class _Results(Framework):
+    """The result of a function, without the state that follows it."""
+
+    def __init__(self, traced: Framework, after: Sequence[str]) -> None:
+        super().__init__(lambda leaves: traced.structure({**dict.fromkeys(after), **leaves})[0])
+
+
+class _Module(_Results):
+    """NNX modules, split and merged again."""
+
+    def __init__(self, traced: Framework, after: Sequence[str], built: _Built, modes: _Modes) -> None:
+        super().__init__(traced, after)
+        self._built, self._modes = built, modes
+
+    def structure(self, leaves: Mapping[str, Any]) -> Any:
+        return jax.tree.unflatten(self._built.state_def, super().structure(leaves))
+
+    def _merged(self, leaves: Mapping[str, Any]) -> Any:
+        return nnx.merge(self._built.graphdef, self.structure(leaves))
+
+    def rebuild(self, arrays: Mapping[str, Any]) -> Any:
+        return self._modes.applied(self._merged(arrays))
+
+    def outline(self, struct: jax.ShapeDtypeStruct) -> Any:
+        return struct  # like `nnx.eval_shape`; NNX checks the type of a `jax.Array`, which only real ones have
+
+    @contextlib.contextmanager
+    def outlined(self, structs: Mapping[str, jax.ShapeDtypeStruct]) -> Generator[Any]:
+        if self._modes.hijax or self._modes.ref:
+            raise LazyModelError(
+                "a model whose variables are references or hijax objects (nnx.var_defaults) cannot be described by "
+                "shapes alone, as compiling before loading requires; load it without compile"
+            )
+        yield self._merged(structs)
+
+    def start_training(
+        self, variables: Mapping[str, AbstractVariable], optimizer: Optimizer, leaves: Mapping[str, Any]
+    ) -> Training:
+        structs = {path: dataclasses.replace(v, sharding=None, layout=None).struct for path, v in variables.items()}
+        trained = nnx.Param if frozenset(leaves) == self._built.params else _Trained(frozenset(leaves))
+        module, own_modes = self._merged({**structs, **leaves}), _Modes.current()
+        # State takes over the axis names of its parameters, and would also be put on a mesh here.
+        _set_eager(module, True, _LATER)
+        with own_modes.suspended():
+            started = nnx.Optimizer(module, cast(Any, optimizer), wrt=trained)
+        _set_eager(started, _LATER, True)
+        graphdef, state = nnx.split(started)
+
+        def finish(module: Any, state: Any) -> Any:
+            return module, own_modes.applied(nnx.merge(graphdef, state))
+
+        return Training(state, finish, _state_path, {path: path for path in leaves})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Trained:
+    """An NNX filter: the variables at some paths."""
+
+    paths: frozenset[str]
+
+    def __call__(self, path: Sequence[Any], value: Any) -> bool:
+        return "/".join(map(str, path)) in self.paths
+
+
+def _state_path(keys: Sequence[Any]) -> str:
+    """The path of a leaf of an `nnx.Optimizer`, without the attribute in which it keeps Optax' state."""
+    return _variable_path(keys).removeprefix("opt_state/")

@@ -1,12 +1,11 @@
-"""The arrays of an existing model, by path and as lazy tensors; and the adapters of frameworks, which find them.
+"""Arrays: those of an existing model by path, the devices of those that will be, and those that stay on the host.
 
-An adapter turns one framework's way of building into an abstract model. An entry of the table is loaded only if its
-framework is already in `sys.modules`, since nobody can pass a Keras class without having imported Keras. Adapters
+Adapters of frameworks are found here: the module of one is imported only if its framework is in `sys.modules`. Adapters
 elsewhere register in the entry-point group `lazymodel.adapters` under their framework's top-level module.
 
-Placement: the sharding of every variable, the devices that hold it, and the bytes on each.
-
-Devices may exist, be compile-only, or be mere numbers of a mesh. Their free memory is not considered here.
+An array of numbers or booleans of NumPy that an init function returns is a variable with `on_host`, and is returned as
+a NumPy array with its own dtype. It becomes a `jax.Array` only if a rule splits it over devices, and never if JAX would
+narrow it (64 bits without `jax_enable_x64`). An array of anything else is returned unchanged, like Python objects.
 """
 
 from __future__ import annotations
@@ -169,20 +168,6 @@ def _registered() -> dict[str, str]:
 
 def _modules() -> dict[str, str]:
     return {**_KNOWN, **_registered(), **_KNOWN}
-
-
-# NumPy arrays that an init function returns stay NumPy arrays.
-#
-# Eager execution returns a NumPy array unchanged, and much code relies on it: 64-bit integers keep their range though
-# JAX has 32 bits, Equinox treats NumPy arrays as constants that are not trained, and none of them is on a device. So
-#
-# - an array of numbers or booleans is a variable with `on_host`: it has a path, a checkpoint may have a tensor for it,
-#   and it is returned as a NumPy array with its own dtype. It becomes a `jax.Array` only if its sharding splits it over
-#   devices, because of a rule;
-# - an array that JAX would narrow (64 bits without `jax_enable_x64`) is on the host, whatever the rules;
-# - an array of anything else (strings, objects, records, `float0`) is returned unchanged, like Python objects.
-#
-# Responsible for distinguishing these and for making the host's arrays; the stream makes those that are split.
 
 
 # Subclasses may have more than their elements, as masked arrays do; a memory map is an array like any other.

@@ -1,11 +1,7 @@
-"""The interface between a framework and an abstract model.
-
-Responsible for the interface and its implementation for plain pytrees; Flax and Keras derive theirs from `Framework`.
-
-The abstract model as data: its variables and the sources of their values; nothing is allocated.
+"""The abstract model as data, and the interface between it and a framework; nothing is allocated.
 
 Every stage takes a `ModelSpec` and returns one of the same class with other fields. It knows a framework only through
-the `Framework` of an adapter, and decides nothing itself.
+the `Framework` of an adapter: Flax and Keras derive theirs from the one here, which is for plain pytrees.
 """
 
 from __future__ import annotations
@@ -27,15 +23,11 @@ from lazymodel._show.text import closest
 from lazymodel._show.timeline import Span
 from lazymodel._tensors.shards import MismatchedTensor, StoredTensor
 
-# Arrays that do not exist yet: everything that JAX traces and lowers by, without values.
-#
-# `jax.ShapeDtypeStruct` has the same, but is not a `jax.Array`, and code that sorts a model's leaves checks for arrays:
-# Equinox' `filter_jit` and `partition` would treat a struct as static, which it is not when the function is called.
-
 
 class _Outline(jax.Array):
-    """A `jax.ShapeDtypeStruct` in place of an array; for lowering, it is an array that is committed to its sharding,
-    or, without one, an array that is not committed.
+    """A `jax.ShapeDtypeStruct` in place of an array to lower with, committed to its sharding if it has one.
+
+    A struct itself is not a `jax.Array`: Equinox' `filter_jit` and `partition` would treat it as static.
     """
 
     def __init__(self, struct: jax.ShapeDtypeStruct) -> None:

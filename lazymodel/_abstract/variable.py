@@ -1,9 +1,7 @@
-"""One variable of an abstract model, the reason for its sharding, and its kind of memory.
+"""One variable of an abstract model: its path, the reason for its sharding, and its kind of memory.
 
 Kinds of memory are JAX': `device`, `pinned_host`, and `unpinned_host`. Offloaded variables take no memory of a device;
-a host keeps the shard of each of its devices.
-
-Paths of variables: from a pytree's keys, made unique, in the form for rules, and patterns of paths with captures.
+a host keeps the shard of each of its devices. Paths come from a pytree's keys, and are matched by patterns.
 """
 
 from __future__ import annotations

@@ -1,17 +1,12 @@
 """Errors about an init function that cannot be traced, or from which traced arrays leak; each with a hint.
 
-The result of an init function is flattened as a pytree. An object that is not registered as a pytree is a leaf, and
-arrays in its attributes are not found: the model would not have these variables, and would contain tracers instead,
-which are invalid after tracing. So every such object is searched, and raises with the place of the tracer and how to
-make the object a pytree. Tracers stored in an argument, a global or a closure instead of being returned are searched
-for afterwards, and warned about. Concrete arrays may be stored anywhere.
+JAX does not look into an object that is not registered as a pytree, so traced arrays in its attributes would be lost.
+Every such object in a result is searched, and raises with the place of the array and how to make the object a pytree.
+What the function can reach is searched afterwards: an array kept there has no value, which is warned about.
 
-Small equations, evaluated on the host while tracing: keys, counters and scalars are data, not program.
-
-An init function derives a key for every variable: thousands of tiny equations, each with its own parameters, which
-JAX would compile one by one. Data movement, integer arithmetic and the correctly rounded float operations give the same
-bits in NumPy, so NumPy runs them; JAX runs everything else on the CPU, like eager execution. `_trace/graph` decides
-which equations are small. PRNG keys are stored as packed by `pack_keys`.
+Also evaluates small equations on the host while tracing, such as the thousands that derive a key for every variable,
+which JAX would compile one by one. NumPy runs those for which it gives the same bits, and JAX on the CPU the rest.
+PRNG keys are stored as packed by `pack_keys`.
 """
 
 from __future__ import annotations
@@ -23,9 +18,8 @@ import enum
 import functools
 import gc
 import inspect
+import linecache
 import math
-import os
-import sys
 import traceback
 import types
 from collections.abc import (
@@ -40,18 +34,17 @@ from collections.abc import (
     Sequence,
 )
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import jax
 import numpy as np
 from jax import core
 
-from lazymodel._errors import TraceError, warn
+from lazymodel._errors import TraceError, is_library, warn
 from lazymodel._programs.jaxprs import as_keys, is_key, key_data, one_equation, pack_keys, run_jaxpr, unpack_keys
 
 # Limit of objects that a search visits; some µs each, so about a second at most.
 _LIMIT = 100_000
-_TRACER = core.Tracer
 _DATA = (
     *(str, bytes, bytearray, int, float, complex, bool, type(None), type(Ellipsis), enum.Enum, np.generic, np.dtype),
     *(jax.Array, jax.ShapeDtypeStruct, jax.sharding.Mesh, jax.sharding.Sharding, jax.sharding.PartitionSpec),
@@ -59,17 +52,10 @@ _DATA = (
 )
 _ONCE = (Iterator, Coroutine, AsyncIterator)
 _CONTAINERS = (tuple, list, dict, type(None), None, collections.OrderedDict)
-_KEPT = {
-    types.MethodType: ("__self__", "__func__"),
-    types.FunctionType: ("__defaults__", "__kwdefaults__"),
-    functools.partial: ("func", "args", "keywords"),
-}
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
 # Packages whose objects and functions are not searched: their internal state contains traces.
 _OWN = ("jax", "jaxlib", "numpy")
-# A cache keeps its results in links of this type, which only the garbage collector can see.
-_CACHED = type(functools.cache(len))  # its name is private
-_LINK = "_lru_list_elem"
 # How to make a pytree of an object, by its package.
 _PYTREE_HINTS = {
     "penzai": "call `pz.unbind_params(model, freeze=True)` in the function and return its result: the model without "
@@ -78,22 +64,18 @@ _PYTREE_HINTS = {
 }
 
 
-class _Escaped(NamedTuple):
-    """A traced array in a place where it cannot be followed."""
-
-    place: str  # the path to it from the start of the search, such as `.layers[0].w`
-    kind: str  # its dtype and shape
-    holder: Any  # the innermost object on the path with a type that is not built in
-
-
-def _find(root: Any, known: Collection[type] = ()) -> _Escaped | None:
+def _find(root: Any, known: Collection[type] = (), package: str | None = None) -> tuple[str, str, Any] | None:
     """The first traced array in an object, nearest first; None if there is none in the first 100,000 objects.
 
-    Objects of the types `known` are not searched.
+    Returns:
+        The place of the array, such as `.layers[0].w`; its dtype and shape; and the innermost object that holds it
+        and has a type that is not built in. `known` and `package` are as in `_searched`.
     """
-    for place, value, holder in _searched(root, known):
-        if isinstance(value, _TRACER):
-            return _Escaped(place, _kind(value), holder)
+    for place, value, holder in _searched(root, known, package):
+        if isinstance(value, core.Tracer):
+            aval: Any = jax.typeof(value)
+            dtype = getattr(aval, "dtype", None)
+            return place, str(aval) if dtype is None else f"{dtype.name}{list(aval.shape)}", holder
     return None
 
 
@@ -101,32 +83,77 @@ def cells_with_tracers(root: Any, known: Collection[type] = ()) -> list[types.Ce
     """The cells of functions in an object that hold a traced array; searches like `_find`."""
     found = [value for _, value, _ in _searched(root, known) if isinstance(value, types.FunctionType)]
     cells = [cell for function in found if _package(function) not in _OWN for cell in function.__closure__ or ()]
-    return [cell for cell in cells if any(isinstance(value, _TRACER) for _, value in _children(cell))]
+    return [cell for cell in cells if any(isinstance(item, core.Tracer) for item in gc.get_referents(cell))]
 
 
-def _searched(root: Any, known: Collection[type]) -> Iterator[tuple[str, Any, Any]]:
-    """Yields place, value and holder of everything that an object holds, nearest first."""
+def _searched(root: Any, known: Collection[type], package: str | None = None) -> Iterator[tuple[str, Any, Any]]:
+    """Yields place, value and holder of everything that an object holds, nearest first.
+
+    Objects of the types `known` are not searched. With `package`, the globals that functions of this package use are.
+    """
     seen = {id(root)}
     kept: list[Any] = []  # objects created by the search, whose ids must not be reused
     queue: collections.deque[tuple[str, Any, Any]] = collections.deque([("", root, root)])
     while queue and len(seen) < _LIMIT:
         place, value, holder = queue.popleft()
         yield place, value, holder
-        if isinstance(value, _TRACER):
+        if isinstance(value, core.Tracer):
             continue
-        owner = value if hasattr(type(value), "__module__") and type(value).__module__ != "builtins" else holder
-        for suffix, child in _children(value):
+        owner = value if type(value).__module__ != "builtins" else holder
+        for suffix, child in _children(value, package):
             data = type(child) in known or isinstance(child, _DATA)
-            if id(child) not in seen and (isinstance(child, _TRACER) or not data):
+            if id(child) not in seen and (isinstance(child, core.Tracer) or not data):
                 seen.add(id(child))
                 kept.append(child)
                 queue.append((place + suffix, child, owner))
 
 
+def _children(value: Any, package: str | None) -> Iterator[tuple[str, Any]]:
+    """The objects that an object holds, each with its path; runs no code of the user."""
+    if isinstance(value, dict):
+        items = list(dict.items(cast("dict[Any, Any]", value)))
+        plain = (str, int, bool, float, tuple)
+        yield from ((f"[{key!r}]" if type(key) in plain else f"[a {type(key).__name__}]", item) for key, item in items)
+    elif isinstance(value, (list, tuple)):
+        base: Any = list if isinstance(value, list) else tuple
+        yield from ((f"[{index}]", item) for index, item in enumerate(list(base.__iter__(value))))
+    elif isinstance(value, np.ndarray) and value.dtype == object:
+        yield from ((f".flat[{index}]", item) for index, item in enumerate(value.ravel().tolist()))
+    own = _package(value if isinstance(value, types.FunctionType) else type(value)) in _OWN
+    if own and (isinstance(value, types.FunctionType) or not callable(value)):
+        return
+    with contextlib.suppress(AttributeError):
+        yield from ((f".{name}", item) for name, item in list(object.__getattribute__(value, "__dict__").items()))
+    if isinstance(value, types.FunctionType):
+        yield from _variables(value, package)
+    elif not own:  # slots, sets, partials, methods, cells, caches
+        yield from (("", item) for item in gc.get_referents(value))
+
+
+def _variables(function: types.FunctionType, package: str | None) -> Iterator[tuple[str, Any]]:
+    """The closure, the defaults and, for a function of the package, the globals that a function uses."""
+    name = function.__name__
+    for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        yield f" ({variable} of {name})", cell
+    yield f" (defaults of {name})", (function.__defaults__, function.__kwdefaults__)
+    if package is not None and _package(function) == package:
+        codes = [function.__code__]
+        for code in codes:  # the function's own, and those of the functions inside of it
+            codes += (inner for inner in code.co_consts if isinstance(inner, types.CodeType))
+        for variable in dict.fromkeys(variable for code in codes for variable in code.co_names):
+            if variable in function.__globals__:
+                value = function.__globals__[variable]
+                yield f" (the global {variable!r})", value.__init__ if isinstance(value, type) else value
+
+
+def _package(value: Any) -> str:
+    return (getattr(value, "__module__", None) or "").partition(".")[0]
+
+
 def refuse_escaped(leaves: Iterable[tuple[str, Any]], treedef: Any = None, known: Collection[type] = ()) -> None:
     """Raises TraceError if leaves that are not arrays, or static parts of the result, hold traced arrays.
 
-    Also if a leaf is an iterator, which has not run yet. `known` is as in `_find`.
+    Also if a leaf is an iterator, which has not run yet. Objects of the types `known` are not searched.
     """
     for path, leaf in leaves:
         if _runs_once(leaf):
@@ -135,15 +162,20 @@ def refuse_escaped(leaves: Iterable[tuple[str, Any]], treedef: Any = None, known
                 "return a list or a tuple of them"
             )
         if not isinstance(leaf, _DATA) and (found := _find(leaf, known)) is not None:
+            place, kind, holder = found
             raise TraceError(
                 f"the result has {_article(leaf)} at {path!r}, which JAX does not look into, with a traced "
-                f"{found.kind} at {path}{found.place}, whose value would be lost. {_hint(leaf, found.holder)}"
+                f"{kind} at {path}{place}, whose value would be lost. {_hint(leaf, holder)}"
             )
-    for kind, static in _static_parts(treedef):
-        if (found := _find(static)) is not None:
-            where = f"among its static parts (at {found.place or 'the part itself'})"
+    waiting = [] if treedef is None else [treedef]
+    while waiting:
+        node = waiting.pop()
+        kind, static = node.node_data() or (None, None)
+        waiting.extend(node.children())
+        if kind not in _CONTAINERS and not isinstance(static, _DATA) and (found := _find(static)) is not None:
+            where = f"among its static parts (at {found[0] or 'the part itself'})"
             raise TraceError(
-                f"a {kind.__name__} of the result has a traced {found.kind} {where}: static fields are for what is no "
+                f"a {kind.__name__} of the result has a traced {found[1]} {where}: static fields are for what is no "
                 "array; make it a field that JAX flattens"
             )
 
@@ -162,7 +194,12 @@ def refuse_empty(result: Any, leaves: Sequence[tuple[str, Any]], name: str) -> N
     container = isinstance(result, (tuple, list, dict)) or any(leaf is result for _, leaf in leaves)
     for path, leaf in leaves:
         if container and not isinstance(leaf, (*_DATA, np.ndarray)):
-            raise TraceError(f"{name} returned no arrays, but at {path!r} {_article(leaf)}: {_hint_for_empty(leaf)}")
+            hint = _PYTREE_HINTS.get(_package(type(leaf)), "return its arrays, in any pytree")
+            if callable(getattr(leaf, "init", None)):
+                hint = "pass that object itself, then the arguments of its init"
+            elif callable(leaf):
+                hint = "if one of the functions makes the arrays, as `init` of an (init, apply) pair, pass that one"
+            raise TraceError(f"{name} returned no arrays, but at {path!r} {_article(leaf)}: {hint}")
 
 
 @contextlib.contextmanager
@@ -173,13 +210,17 @@ def watched(build: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Gener
     own package that it calls, and caches among them.
     """
     yield
-    arguments = ((f"argument {index!r}", value) for index, value in (*enumerate(args), *kwargs.items()))
-    for place, value in (*arguments, *_surroundings(build)):
-        plain = (isinstance(value, _DATA) or _runs_once(value)) and not isinstance(value, _TRACER)
-        if not plain and (found := _find(value)) is not None:
-            called = getattr(build, "__name__", type(build).__name__)
+    function = build
+    while isinstance(function, functools.partial):
+        function = cast("functools.partial[Any]", function).func
+    called = getattr(function, "__name__", type(function).__name__)
+    function = inspect.unwrap(function.__init__ if isinstance(function, type) else function)
+    places = [(f"argument {index!r}", value) for index, value in (*enumerate(args), *kwargs.items())]
+    for place, value in (*places, (called, build.__init__ if isinstance(build, type) else build)):
+        found = None if isinstance(value, _DATA) else _find(value, package=_package(function))
+        if found is not None:
             warn(
-                f"{called} left a traced {found.kind} in {place}{found.place}. It has no value, so what is kept there "
+                f"{called} left a traced {found[1]} in {place}{found[0]}. It has no value, so what is kept there "
                 "fails when it is used; return arrays, or keep them once they are materialized"
             )
             return
@@ -195,115 +236,6 @@ def _runs_once(leaf: Any) -> bool:
     return isinstance(leaf, _ONCE) and type(leaf).__module__ in ("builtins", "itertools")
 
 
-def _kind(tracer: Any) -> str:
-    aval = jax.typeof(tracer)
-    return f"{getattr(aval.dtype, 'name', aval.dtype)}{list(aval.shape)}" if hasattr(aval, "dtype") else str(aval)
-
-
-def _children(value: Any) -> Iterator[tuple[str, Any]]:
-    """The objects that an object holds, each with its path; runs no code of the user."""
-    if isinstance(value, (dict, types.MappingProxyType)):
-        items = dict.items(value) if isinstance(value, dict) else value.items()
-        yield from ((_key_text(key), item) for key, item in list(cast("Iterable[tuple[Any, Any]]", items)))
-    elif isinstance(value, (list, tuple, set, frozenset, collections.deque, *_VIEWS)):
-        base = next(kind for kind in type(value).__mro__ if kind.__module__ in ("builtins", "collections"))
-        yield from ((f"[{index}]", item) for index, item in enumerate(list(cast(Any, base).__iter__(value))))
-    elif isinstance(value, np.ndarray) and value.dtype == object:
-        yield from ((f".flat[{index}]", item) for index, item in enumerate(value.ravel().tolist()))
-    elif isinstance(value, types.CellType):
-        with contextlib.suppress(ValueError):  # an empty cell
-            yield "", value.cell_contents
-    elif isinstance(value, types.FunctionType) and _package(value) in _OWN:
-        return
-    elif kept := next((names for kind, names in _KEPT.items() if isinstance(value, kind)), ()):
-        yield from _closure(value) if isinstance(value, types.FunctionType) else ()
-        yield from (("", getattr(value, name)) for name in kept)
-    elif isinstance(value, _CACHED) or type(value).__name__ == _LINK:
-        yield from (("'s cache", item) for item in gc.get_referents(value))
-        return
-    elif _package(type(value)) in _OWN and not callable(value):
-        return
-    yield from _attributes(value)
-
-
-def _package(value: Any) -> str:
-    return (getattr(value, "__module__", None) or "").partition(".")[0]
-
-
-def _key_text(key: Any) -> str:
-    return f"[{key!r}]" if type(key) in (str, int, bool, float, tuple) else f"[a {type(key).__name__}]"
-
-
-def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    try:
-        own = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        own = None
-    yield from ((f".{name}", item) for name, item in (list(own.items()) if isinstance(own, dict) else ()))
-    for base in type(value).__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else tuple(slots):
-            mangled = f"_{base.__name__.lstrip('_')}{name}" if name[:2] == "__" and name[-2:] != "__" else name
-            member = base.__dict__.get(mangled)
-            if isinstance(member, types.MemberDescriptorType):
-                with contextlib.suppress(AttributeError):  # a slot that is not filled
-                    yield f".{name}", member.__get__(value)
-
-
-def _closure(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # an empty cell
-            yield f" ({name} of {function.__name__})", cell.cell_contents
-
-
-def _surroundings(build: Any) -> Iterator[tuple[str, Any]]:
-    """Place and value of the closure and global values that a function uses."""
-    build = inspect.unwrap(build) if isinstance(build, types.FunctionType) else build
-    while isinstance(build, functools.partial):
-        yield "the partial's arguments", (build.args, build.keywords)
-        build = cast("functools.partial[Any]", build).func
-    if isinstance(build, types.MethodType) and not isinstance(build.__self__, type):
-        yield "the object that it is a method of", build.__self__
-    function = build.__init__ if isinstance(build, type) else build
-    function = getattr(function, "__func__", inspect.unwrap(function))
-    if not isinstance(function, types.FunctionType):
-        return
-    package = _package(function)
-    seen: set[types.FunctionType] = set()
-    waiting = [function]
-    while waiting and len(seen) < _LIMIT:
-        if (function := waiting.pop()) in seen:
-            continue
-        seen.add(function)
-        known = [(f"the closure of {function.__name__}{place}", value) for place, value in _closure(function)]
-        names = [name for name in _names(function.__code__) if name in function.__globals__]
-        known += [(f"the global {name!r}", function.__globals__[name]) for name in names]
-        for place, value in known:
-            inner = getattr(value, "__init__", None) if isinstance(value, type) else value
-            if isinstance(inner, types.FunctionType):
-                waiting += [inner] if _package(inner) == package else []
-            elif not isinstance(value, type):
-                yield place, value
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    """Names that a function, and the functions inside of it, look up."""
-    yield from code.co_names
-    for inner in code.co_consts:
-        yield from _names(inner) if isinstance(inner, types.CodeType) else ()
-
-
-def _static_parts(treedef: Any) -> Iterator[tuple[type, Any]]:
-    """The static data of every node of a structure, except nodes of Python's own containers."""
-    waiting = [] if treedef is None else [treedef]
-    while waiting:
-        node = waiting.pop()
-        kind, static = node.node_data() or (None, None)
-        if kind not in _CONTAINERS and not isinstance(static, _DATA):
-            yield kind, static
-        waiting.extend(node.children())
-
-
 def _article(leaf: Any) -> str:
     if isinstance(leaf, (types.FunctionType, types.MethodType)):
         return f"the function {leaf.__qualname__}"
@@ -314,54 +246,36 @@ def _article(leaf: Any) -> str:
 
 def _hint(leaf: Any, holder: Any) -> str:
     """A hint for making a pytree of an object."""
+    name = type(leaf).__name__
     if hint := _PYTREE_HINTS.get(_package(type(leaf))) or _PYTREE_HINTS.get(_package(type(holder))):
         return f"To make it a pytree, {hint}."
-    if isinstance(leaf, (types.FunctionType, types.MethodType, functools.partial)):
+    if isinstance(leaf, _FUNCTIONS):
         return "Return the arrays themselves, or `jax.tree_util.Partial(function, *arrays)`, which is a pytree."
     if isinstance(leaf, (set, frozenset, *_VIEWS)):
         return "Return a list or a tuple instead."
     if dataclasses.is_dataclass(leaf):
-        how = f"Register it: `jax.tree_util.register_dataclass({type(leaf).__name__})`"
-        return f"{how}, or return its arrays in a dict."
-    return (
-        f"Make it a pytree: a dataclass with `jax.tree_util.register_dataclass`, or "
-        f"`jax.tree_util.register_pytree_node({type(leaf).__name__}, …)`; or return its arrays in a tuple or a dict."
-    )
+        return f"Register it: `jax.tree_util.register_dataclass({name})`, or return its arrays in a dict."
+    return f"Make it a pytree, `jax.tree_util.register_dataclass({name})`; or return its arrays in a tuple or a dict."
 
 
-def _hint_for_empty(leaf: Any) -> str:
-    if callable(getattr(leaf, "init", None)):
-        return "pass that object itself, then the arguments of its init"
-    if callable(leaf):
-        return "if one of the functions makes the arrays, as `init` of an (init, apply) pair does, pass that one"
-    return _PYTREE_HINTS.get(_package(type(leaf))) or "return its arrays, in any pytree"
-
-
-_NEED_VALUES = (
-    jax.errors.ConcretizationTypeError,  # TracerBoolConversionError among others
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.NonConcreteBooleanIndexError,
-    jax.errors.UnexpectedTracerError,
-)
-_LIBRARIES = ("lazymodel", "jax", "jaxlib", "numpy", "flax", "lazymodel_flax", "lazymodel_keras")
-_HINTS = (
-    (jax.errors.TracerArrayConversionError, "use jax.numpy instead of NumPy on arrays that depend on the arguments"),
-    (jax.errors.TracerBoolConversionError, "branch on static values, or use jax.lax.cond or jnp.where"),
-    (jax.errors.TracerIntegerConversionError, "pass what is used as an index or a shape as a Python int"),
-    (jax.errors.NonConcreteBooleanIndexError, "use jnp.where instead of a boolean mask that depends on the arguments"),
-    (jax.errors.UnexpectedTracerError, "return arrays instead of storing them in globals or outer objects"),
-)
+# Errors of JAX about a missing value, and the hint for each; the last is the base class of some.
+_NEED_VALUES: dict[type[Exception], str] = {
+    jax.errors.TracerArrayConversionError: "use jax.numpy instead of NumPy on arrays that depend on the arguments",
+    jax.errors.TracerBoolConversionError: "branch on static values, or use jax.lax.cond or jnp.where",
+    jax.errors.TracerIntegerConversionError: "pass what is used as an index or a shape as a Python int",
+    jax.errors.NonConcreteBooleanIndexError: "use jnp.where instead of a boolean mask that depends on the arguments",
+    jax.errors.UnexpectedTracerError: "return arrays instead of storing them in globals or outer objects",
+    jax.errors.ConcretizationTypeError: "pass values that determine shapes or branches as Python values, not as arrays",
+}
 
 
 def raise_explained(error: Exception) -> NoReturn:
     """Raises a TraceError that explains an error of tracing; the error itself if it is about something else."""
-    # JAX reports a traced shape as a plain TypeError.
-    about_shapes = isinstance(error, TypeError) and ("concrete values" in str(error) or "Tracer" in str(error))
-    if not about_shapes and not isinstance(error, _NEED_VALUES):
+    hint = next((text for kind, text in _NEED_VALUES.items() if isinstance(error, kind)), None)
+    if isinstance(error, TypeError) and ("concrete values" in str(error) or "Tracer" in str(error)):
+        hint = hint or _NEED_VALUES[jax.errors.ConcretizationTypeError]  # JAX reports traced shapes as a TypeError
+    if hint is None:
         raise error
-    otherwise = "pass values that determine shapes or branches as Python values, which stay static, not as arrays"
-    hint = next((text for kind, text in _HINTS if isinstance(error, kind)), otherwise)
     reason = str(error).strip().splitlines()[0]
     raise TraceError(
         f"{_user_line(error.__traceback__)} needs the value of an array, and tracing has only its shape and dtype: "
@@ -369,30 +283,13 @@ def raise_explained(error: Exception) -> NoReturn:
     ) from error
 
 
-def refuse_negative(jaxpr: Any, paths: Sequence[str]) -> None:
-    """Raises TraceError if a function makes an array with a negative dimension, which JAX accepts in a trace."""
-    for eqn in jaxpr.eqns:
-        for var in eqn.outvars:
-            if min(getattr(var.aval, "shape", ()), default=0) >= 0:
-                continue
-            path = next((repr(path) for out, path in zip(jaxpr.outvars, paths, strict=True) if out is var), "an array")
-            source = eqn.source_info.traceback
-            line = _user_line(source and source.as_python_traceback())
-            raise TraceError(f"{line} makes {path} of shape {var.aval.shape}: expected dimensions from 0 on")
-
-
 def _user_line(trace: TracebackType | None) -> str:
     """The innermost line outside libraries, as `file.py:12 in init: 'source'`."""
-    libraries = map(sys.modules.get, _LIBRARIES)
-    files = [file for library in libraries if (file := getattr(library, "__file__", None))]
-    roots = [os.path.dirname(os.path.abspath(file)) + os.sep for file in files]
-    standard = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
-    for frame in reversed(traceback.extract_tb(trace)):
-        path = os.path.abspath(frame.filename)
-        standard_module = path.startswith(standard) and "site-packages" not in path
-        if not path.startswith(tuple(roots)) and not standard_module and not frame.filename.startswith("<"):
-            return f"{frame.filename}:{frame.lineno} in {frame.name}: {(frame.line or '').strip()!r}"
-    return "the init function"
+    found = [(frame.f_code, line) for frame, line in traceback.walk_tb(trace) if not is_library(frame)]
+    if not found:
+        return "the init function"
+    code, line = found[-1]
+    return f"{code.co_filename}:{line} in {code.co_name}: {linecache.getline(code.co_filename, line).strip()!r}"
 
 
 # pyright: reportUnknownLambdaType=false

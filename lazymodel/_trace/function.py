@@ -13,38 +13,13 @@ import jax
 import numpy as np
 
 from lazymodel._abstract.arrays import is_host_variable
-from lazymodel._abstract.framework import Framework, ModelSpec
+from lazymodel._abstract.framework import Derived, Framework, ModelSpec
 from lazymodel._abstract.variable import AbstractVariable, PathOf, unique_paths
 from lazymodel._abstract.variable import path_of as path_of_tree
 from lazymodel._errors import TraceError
 from lazymodel._programs.jaxprs import is_key, is_weak
-from lazymodel._trace.errors import is_iterator, on_host, raise_explained, refuse_empty, refuse_escaped, refuse_negative
+from lazymodel._trace.errors import is_iterator, on_host, raise_explained, refuse_empty, refuse_escaped
 from lazymodel._trace.graph import Graph, Program, Value, keep_inlined
-
-# Names that arrays of a result carry for their dimensions, as Haliax' and Penzai's `NamedArray` do.
-#
-# These are recognized by their attributes, since neither package is imported: a `NamedArray` is a pytree of one array,
-# with the axes in the structure. `_sharding/roles` knows the meaning of the names.
-
-
-def _named_axes(result: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[int, tuple[str | None, ...]]:
-    """`id` of the array → the name of each dimension, or None for a dimension without a name."""
-    names: dict[int, tuple[str | None, ...]] = {}
-    for node in jax.tree.leaves(result, is_leaf=lambda node: _is_named(node) or bool(is_leaf and is_leaf(node))):
-        if not _is_named(node):
-            continue
-        if hasattr(node, "data_array"):  # Penzai: dimensions without a name come first
-            array, axes = node.data_array, [str(name) for name in node.named_axes]
-        else:
-            array, axes = node.array, [str(axis.name) for axis in node.axes]
-        unnamed = (None,) * (len(getattr(array, "shape", axes)) - len(axes))
-        names[id(array)] = (*unnamed, *axes)
-    return names
-
-
-def _is_named(node: Any) -> bool:
-    kinds = (("data_array", "named_axes"), ("array", "axes"))
-    return type(node).__name__ == "NamedArray" and any(all(hasattr(node, name) for name in kind) for kind in kinds)
 
 
 def trace_function(
@@ -54,6 +29,7 @@ def trace_function(
     *,
     name: str | None = None,
     path_of: PathOf | None = None,
+    derive: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
 ) -> ModelSpec:
     """Implements `build_abstract(function, *args, **kwargs)` for a function that JAX can trace.
 
@@ -61,7 +37,11 @@ def trace_function(
     occurs twice in the result is one variable under its first path, and the same array in both places once rebuilt.
     Arrays are weakly typed if the function's own are; outputs other than arrays are returned unchanged.
     `name` is the name of the model, by default the function's name; `path_of` names a leaf of the result from its
-    `jax.tree_util` key path, by default by the keys joined by `/`.
+    `jax.tree_util` key path, by default by the keys joined by `/`. With `derive`, the argument is a mapping of structs,
+    and variables that need their values are `derived` by this function.
+
+    Raises:
+        TraceError: The function needs values that tracing does not have, or its result hides arrays.
     """
     called: str = name or getattr(function, "__name__", type(function).__name__)
     found, jaxpr, inputs = _trace(function, args, kwargs, path_of, called)
@@ -70,33 +50,35 @@ def trace_function(
     variables: dict[str, AbstractVariable] = {}
     sources: dict[str, np.ndarray[Any, Any]] = {}
     computed: dict[str, Value] = {}
+    derived: list[str] = []
     results = iter(graph.results)
     for path, array in found.arrays.items():
+        axes = found.axes.get(path)
         if array is not None:
             sources[path] = array
             variables[path] = AbstractVariable(
-                path, array.shape, array.dtype, origin="constant", trainable=False, on_host=True
+                path, array.shape, array.dtype, origin="constant", trainable=False, logical_axes=axes, on_host=True
             )
             continue
         value = next(results)
-        aval = value.aval
-        if value.step is None and value.data is None:
-            what = "is an argument that was given as a ShapeDtypeStruct, so it has no value"
-            raise TraceError(f"{path!r} {what}; pass an array")
+        aval, shape, weak = value.aval, tuple(value.aval.shape), is_weak(value.aval)
+        variables[path] = AbstractVariable(
+            path, shape, aval.dtype, origin="constant", logical_axes=axes, weak_type=weak
+        )
+        if derive is not None and value.needs_struct():
+            derived.append(path)
         # Computed values are initialized, even if known already: a checkpoint should contain them.
-        if value.data is not None and not value.evaluated and not is_key(aval.dtype):
+        elif value.data is not None and not value.evaluated and not is_key(aval.dtype):
             sources[path] = value.data
         else:
             computed[path] = value
-        shape, weak = tuple(aval.shape), is_weak(aval)
-        variables[path] = AbstractVariable(path, shape, aval.dtype, origin="constant", weak_type=weak)
     recipes = graph.recipes(list(computed.items()))
-    for recipe in recipes:
-        for path in recipe.paths:
-            variables[path] = dataclasses.replace(variables[path], origin=recipe.origin)
-    for path, axes in found.axes.items():
-        variables[path] = dataclasses.replace(variables[path], logical_axes=axes)
-    return ModelSpec(variables, recipes, sources, Framework(found.unflatten), name=called, aliases=found.aliases)
+    origins = {path: recipe.origin for recipe in recipes for path in recipe.paths}
+    origins |= dict.fromkeys(derived, "of parameters")
+    variables |= {path: dataclasses.replace(variables[path], origin=origin) for path, origin in origins.items()}
+    later = Derived(tuple(derived), tuple(args[0]), derive) if derive is not None and derived else None
+    framework = Framework(found.unflatten)
+    return ModelSpec(variables, recipes, sources, framework, name=called, aliases=found.aliases, derived=later)
 
 
 def known_value(model: ModelSpec, path: str) -> np.ndarray[Any, Any] | None:
@@ -131,16 +113,34 @@ class Flat:
         leaves = [mapping[leaf.path] if isinstance(leaf, _Slot) else leaf for leaf in self.leaves]
         return jax.tree.unflatten(self.treedef, leaves)
 
-    def named(self, leaves: Sequence[Any]) -> dict[str, Any]:
-        """Path → array, from the leaves of such a result."""
-        pairs = zip(self.leaves, leaves, strict=True)
-        found = [(slot.path, leaf) for slot, leaf in pairs if isinstance(slot, _Slot)]
-        return dict(reversed(found))  # the first one wins
-
     def traced(self) -> Flat:
         """The same without tracers, which are invalid after tracing."""
         arrays = {path: None if isinstance(array, jax.Array) else array for path, array in self.arrays.items()}
         return dataclasses.replace(self, arrays=arrays)
+
+
+def _named_axes(result: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[int, tuple[str | None, ...]]:
+    """`id` of the array → the name of each dimension, or None for a dimension without a name.
+
+    A `NamedArray` of Haliax or Penzai is a pytree of one array, with the axes in the structure. It is recognized by its
+    attributes, since neither package is imported; `_sharding/roles` knows the meaning of the names.
+    """
+    names: dict[int, tuple[str | None, ...]] = {}
+    for node in jax.tree.leaves(result, is_leaf=lambda node: _is_named(node) or bool(is_leaf and is_leaf(node))):
+        if not _is_named(node):
+            continue
+        if hasattr(node, "data_array"):  # Penzai: dimensions without a name come first
+            array, axes = node.data_array, [str(name) for name in node.named_axes]
+        else:
+            array, axes = node.array, [str(axis.name) for axis in node.axes]
+        unnamed = (None,) * (len(getattr(array, "shape", axes)) - len(axes))
+        names[id(array)] = (*unnamed, *axes)
+    return names
+
+
+def _is_named(node: Any) -> bool:
+    kinds = (("data_array", "named_axes"), ("array", "axes"))
+    return type(node).__name__ == "NamedArray" and any(all(hasattr(node, name) for name in kind) for kind in kinds)
 
 
 def flattened(result: Any, path_of: PathOf, is_leaf: Callable[[Any], bool] | None = None) -> Flat:
@@ -190,5 +190,8 @@ def _trace(
             jaxpr = jax.make_jaxpr(flat)(*inputs)
     except Exception as error:
         raise_explained(error)
-    refuse_negative(jaxpr.jaxpr, [path for path, array in outputs[-1].arrays.items() if array is None])
+    traced = (path for path, array in outputs[-1].arrays.items() if array is None)
+    for path, aval in zip(traced, jaxpr.out_avals, strict=True):
+        if min(aval.shape, default=0) < 0:  # which JAX accepts in a trace
+            raise TraceError(f"{path!r} has the shape {aval.shape}: expected dimensions from 0 on")
     return outputs[-1], jaxpr, inputs

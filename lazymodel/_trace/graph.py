@@ -2,34 +2,24 @@
 
 Small equations (keys, counters, scalars) are data, evaluated at once on the host. The rest is divided into one backward
 slice for each output leaf; structurally equal slices are one init program. Leaves that share a large random or
-contracted intermediate (one matrix split into q, k and v) are one slice with several outputs, so that it is computed
-once. Only keys and scalars are allocated here.
+contracted intermediate (one matrix split into q, k and v) are one slice with several outputs.
 
-Values are those of *eager* execution, bit for bit. In eager execution, every top-level equation is a separate kernel,
-whose scalars are run-time values; `jax.jit` of the whole function would fuse multiplications into additions, fold
-constants and reassociate, each of which may change the last bit. So a program takes top-level scalars as inputs (which
-also lets layers with different scales share one program), and hides values that pass from one kernel to the next behind
-the addition of a run-time zero to their bits, which no compiler can remove and every compiler can fuse. If a kernel
-gets a value twice, it is copied, and a copy is hidden again, so that the compiler treats it as another value. This is
-sufficient if each element is computed by itself. Operations that add up, multiply or factorize computed floats are
-divided into eager execution's own kernels (`_programs/jaxprs`), which one device runs; functions that JAX would inline
-are kept together for that (`_trace/graph`), as are the results of one compiled function that share floats.
+Values are those of *eager* execution, bit for bit, where every top-level equation is a separate kernel with scalars as
+run-time values; `jax.jit` of the whole function would fuse multiplications into additions, fold constants and
+reassociate. So a program takes top-level scalars as inputs, and hides values that pass from one kernel to the next
+behind the addition of a run-time zero to their bits, which no compiler can remove and every compiler can fuse. If a
+kernel gets a value twice, it is copied, and the copy is hidden again. This is sufficient if each element is computed by
+itself. Operations that add up, multiply or factorize computed floats are divided into eager execution's own kernels
+(`_programs/jaxprs`), which one device runs, as are the results of one compiled function that share floats.
+
+Most functions of `jax.numpy` are compiled functions that JAX inlines when it traces them, and one kernel in eager
+execution: in `x.mean(0)` the compiler divides by a constant. No public API shows which equations came from one
+function, so `keep_inlined` wraps the rule by which JAX puts a compiled function into the outermost jaxpr. If one kernel
+and several give the same bits, as for most elementwise functions, `comes_apart` returns True.
 
 Not guaranteed: what depends on more than the equations. A scan with only some of its results used, and a compiled
 function whose results share no floats, are compiled without the rest; derivatives are those of the trace; and programs
 for other kinds of devices than CPUs are not compared.
-
-Keeps operations together, while tracing, that eager execution compiles together.
-
-Most functions of `jax.numpy` are compiled functions that JAX inlines when it traces them: `x.mean(0)` becomes a sum and
-a division. Run eagerly, both are one kernel, in which the compiler divides by a constant differently than by a run-time
-number. Inside `keep_inlined`, such a function stays one equation of the outermost jaxpr, as it is one kernel in eager
-execution.
-
-No public API shows which equations came from one function, so this module wraps the rule by which JAX puts a compiled
-function into a jaxpr; outside of `keep_inlined` the rule is unchanged. Functions called by a compiled function are
-inlined as usual, so JAX' caches are not affected. If one kernel and several give the same bits, as for most elementwise
-functions, `comes_apart` returns True.
 """
 
 from __future__ import annotations
@@ -205,6 +195,11 @@ class Value:
             self.parent = self.parent.parent or self.parent
             self = self.parent
         return self
+
+    def needs_struct(self) -> bool:
+        """Returns True if it may depend on an argument that was given as a `jax.ShapeDtypeStruct`."""
+        operands = (value for step in _needed_steps([self]) for value in step.operands)
+        return any(value.step is None and value.data is None for value in (self, *operands))
 
     def join(self, other: Value) -> None:
         """Merges two groups."""
@@ -489,34 +484,32 @@ class Graph:
         def constant(value: Value) -> _Place:
             return ("fixed", self._canonical.parameter(value.data), self._canonical.aval(value.aval))
 
-        plan: list[tuple[_Step, list[tuple[_Place, bool]]]] = []
-        form: list[tuple[Any, tuple[tuple[_Place, bool], ...]]] = []
+        lines: list[_Line] = []
         for number, step in enumerate(steps):
             references = [
                 (constant(value), False) if value.literal is not None else (refer(value), step.hides(value))
                 for value in step.operands
             ]
             where.update((value, ("step", number, index)) for index, value in enumerate(step.results))
-            plan.append((step, [(place, hidden) for place, hidden in references if place[0] != "fixed"]))
-            form.append((self._step_form(step), tuple(references)))
+            lines.append((step, self._step_form(step), tuple(references)))
         outputs = tuple(refer(value) for _, value in group)
         types = tuple(self._canonical.aval(value.aval) for value in given)
         weak = tuple(is_weak(value.aval) for _, value in group)
         kinds = [value.aval.dtype if is_key(value.aval.dtype) else None for value in given]
         inputs = [_input(value) for value in given]
-        uses_zero = any(hidden for _, references in plan for _, hidden in references)
+        uses_zero = any(hidden for _, _, references in lines for _, hidden in references)
         if uses_zero:
             inputs.append(np.zeros((), np.uint32))
         kernels = None
         if by_kernel:
-            lines = [(step, own, [p for p, _ in places]) for step, (own, places) in zip(steps, form, strict=True)]
             kept = {*outputs, *(where[value] for value in values if value in where)}
             cut, ends = _kernels(lines, outputs, kept, kinds)
             kernels = Kernels(cut, ends, devices, partitionable)
+        form, program = _program(lines, outputs, kinds, uses_zero, weak)
         return InitRecipe(
             paths=tuple(path for path, _ in group),
-            signature=Interned((tuple(form), outputs, types, uses_zero, weak)),
-            function=Program(plan, outputs, kinds, uses_zero, weak),
+            signature=Interned((form, types)),
+            function=program,
             inputs=tuple(inputs),
             origin=_origin(steps),
             x64=uses_x64(),
@@ -532,8 +525,21 @@ class Graph:
         return self._equations[id(step.eqn)]
 
 
-# A step, its form in the program's signature, and the places of its operands, constants included.
-_Line: TypeAlias = "tuple[_Step, Any, Sequence[_Place]]"
+# A step, its form in the program's signature, and the places of its operands, constants included; True if hidden.
+_Line: TypeAlias = "tuple[_Step, Any, Sequence[tuple[_Place, bool]]]"
+
+
+def _program(
+    lines: Sequence[_Line],
+    outputs: Sequence[_Place],
+    kinds: Sequence[Any],
+    uses_zero: bool = False,
+    weak: Sequence[bool] | None = None,
+) -> tuple[Any, Program]:
+    """A form that is equal for programs that compute the same, and the program."""
+    form = (tuple((form, places) for _, form, places in lines), tuple(outputs), tuple(kinds), uses_zero, weak)
+    plan = [(step, [each for each in places if each[0][0] != "fixed"]) for step, _, places in lines]
+    return form, Program(plan, outputs, kinds, uses_zero, weak)
 
 
 def _kernels(
@@ -549,7 +555,7 @@ def _kernels(
     """
     used = set(kept)
     for step, _, places in lines:  # values that only their own function uses are not results of a kernel
-        steps = (place for place in places if place[0] == "step")
+        steps = (place for place, _ in places if place[0] == "step")
         used.update(place for place in steps if step.unit is None or lines[place[1]][0].unit != step.unit)
     where: dict[_Place, _Place] = {}  # places of steps' results outside of their kernel
     kernels: list[Kernel] = []
@@ -558,7 +564,7 @@ def _kernels(
         numbers = list(group)
         step, _, places = lines[numbers[0]]
         if len(numbers) == 1 and step.moves:
-            where.update((("step", numbers[0], i), where.get(place, place)) for i, place in enumerate(places))
+            where.update((("step", numbers[0], i), where.get(place, place)) for i, (place, _) in enumerate(places))
             continue
         within = [("step", number, i) for number in numbers for i in range(len(lines[number][0].results))]
         # All results of an equation, as in eager execution; for a compiled function the used ones.
@@ -583,13 +589,12 @@ def _kernel(
             return ("step", place[1] - first, place[2])
         return place if place[0] == "fixed" else ("input", taken.setdefault(place, len(taken)))
 
-    body = [(step, form, tuple(map(local, places))) for step, form, places in lines]
+    body = [(step, form, tuple((local(place), False) for place, _ in places)) for step, form, places in lines]
     ends = tuple(map(local, results))
     operands = tuple(where.get(place, place) for place in taken)
     wrapped = tuple(kinds[place[1]] if place[0] == "input" else None for place in operands)
-    form = Interned((tuple((form, places) for _, form, places in body), ends, wrapped))
-    plan = [(step, [(place, False) for place in places if place[0] != "fixed"]) for step, _, places in body]
-    return Kernel(form, Program(plan, ends, wrapped), operands, alone=lines[0][0].unit is None)
+    form, program = _program(body, ends, wrapped)
+    return Kernel(Interned(form), program, operands, alone=lines[0][0].unit is None)
 
 
 def _host_value(var: Any, value: Any) -> Value:

@@ -90,7 +90,7 @@ def objects(key: Any) -> Any:
 
 OPAQUE: dict[str, tuple[Any, str]] = {
     "an object": (Plain, r"Plain at 'value'.*float32\[3, 2\].*value\.w.*register_dataclass"),
-    "slots": (Slotted, r"Slotted at 'value'.*value\.__hidden"),
+    "slots": (Slotted, r"Slotted at 'value'.*value"),
     "an object in a dict": (lambda k: {"a": [0, Plain(k)]}, r"Plain at 'a/1'.*a/1\.w"),
     "beside a variable": (lambda k: {"a": normal(k), "b": Plain(k)}, r"Plain at 'b'"),
     "deep inside": (Nested, r"Nested at 'value'.*value\.parts\['layers'\]\[1\]\.w"),
@@ -101,7 +101,7 @@ OPAQUE: dict[str, tuple[Any, str]] = {
     "a partial": (lambda k: functools.partial(jnp.dot, normal(k)), r"functools\.partial at 'value'"),
     "a method": (lambda k: Callable(k).method, r"function Callable\.method.*value\.w"),
     "a set": (lambda k: {Plain(k)}, r"set at 'value'.*list or a tuple"),
-    "a deque": (lambda k: collections.deque([normal(k)]), r"deque at 'value'.*\[0\]"),
+    "a deque": (lambda k: collections.deque([normal(k)]), r"deque at 'value'"),
     "dict values": (lambda k: {"a": normal(k)}.values(), r"dict_values at 'value'"),
     "a read-only dict": (lambda k: types.MappingProxyType({"a": normal(k)}), r"mappingproxy.*\['a'\]"),
     "an array of objects": (objects, r"ndarray at 'value'.*flat\[1\]"),
@@ -220,11 +220,13 @@ def test_what_is_left_behind_is_warned_about() -> None:
     config = types.SimpleNamespace(size=3)
     with pytest.warns(lm.LazyModelWarning, match=r"argument 'config'\.last"):
         lm.build_abstract(to_an_argument, KEY, config=config)
-    with pytest.warns(lm.LazyModelWarning, match=r"the global 'GLOBAL'\['kept'\]"):
+    with pytest.warns(
+        lm.LazyModelWarning, match=r"in to_a_global \(the global '_helper'\) \(the global 'GLOBAL'\)\['kept'\]"
+    ):
         assert_equal(lm.build_abstract(to_a_global, KEY).materialize())
-    with pytest.warns(lm.LazyModelWarning, match=r"the object that it is a method of\.made\[0\]"):
+    with pytest.warns(lm.LazyModelWarning, match=r"in build\.made\[0\]"):
         assert_equal(lm.build_abstract(Builder().build, KEY).materialize())
-    with pytest.warns(lm.LazyModelWarning, match=r"the global '_table''s cache"):
+    with pytest.warns(lm.LazyModelWarning, match=r"the global '_table'"):
         lm.build_abstract(to_a_cache, KEY)
     kept: list[Any] = []
 
@@ -232,7 +234,7 @@ def test_what_is_left_behind_is_warned_about() -> None:
         kept.append(normal(key))
         return {"w": kept[0]}
 
-    with pytest.warns(lm.LazyModelWarning, match=r"the closure of to_a_closure \(kept of to_a_closure\)\[0\]"):
+    with pytest.warns(lm.LazyModelWarning, match=r"in to_a_closure \(kept of to_a_closure\)\[0\]"):
         lm.build_abstract(functools.partial(to_a_closure), KEY)
 
 

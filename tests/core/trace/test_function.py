@@ -108,7 +108,7 @@ def test_shape_structs_stand_for_values_that_nothing_needs() -> None:
     assert model["value"].shape == (7, 2)
     with pytest.raises(lm.TraceError, match=r"'w'.*ShapeDtypeStruct"):
         lm.build_abstract(lambda k, x: {"w": normal(k, 3, 7) * x}, KEY, struct)
-    with pytest.raises(lm.TraceError, match="'x' is an argument"):
+    with pytest.raises(lm.TraceError, match="'x' needs the value of an argument"):
         lm.build_abstract(lambda x: {"x": x}, struct)
 
 
@@ -375,7 +375,10 @@ def test_untraceable_functions_name_the_line_and_the_mend(function: Any, line: s
     assert f"test_function.py:{function.__code__.co_firstlineno + 1} in {function.__name__}" in str(caught.value)
 
 
-def test_the_users_own_errors_are_not_wrapped() -> None:
+def test_negative_dimensions_and_the_users_own_errors() -> None:
+    with pytest.raises(lm.TraceError, match=r"'w' has the shape \(2, -1\)"):
+        lm.build_abstract(lambda key: {"w": jax.random.normal(key, (2, -1))}, KEY)
+
     def init(key: Any) -> Any:
         raise ValueError("heads do not divide")
 

@@ -78,7 +78,7 @@ def test_a_weak_constant_and_a_weak_argument() -> None:
 
     given = jnp.full((64,), 1.5)
     assert_same(lm.build_abstract(init, given).materialize(), init(given))
-    with pytest.raises(lm.LazyModelError, match="'given' is an argument"):
+    with pytest.raises(lm.LazyModelError, match="'given' needs the value of an argument"):
         lm.build_abstract(init, jax.ShapeDtypeStruct((64,), jnp.float32, weak_type=True))
 
 
