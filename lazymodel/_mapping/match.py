@@ -158,17 +158,16 @@ def _match(model: ModelSpec, checkpoint: Mapping[str, Any], *, strict: bool) -> 
             f"{listed(map(repr, unexpected))}{closest(unexpected[0], list(model))}. "
             "Rename them (lm.WeightMap.suggest proposes how), or pass strict=False to leave them out."
         )
-    names = {path: [path] if path in checkpoint else [] for path in model}
+    found: dict[str, dict[str, Any]] = {path: {path: checkpoint[path]} for path in model if path in checkpoint}
     for other, path in model.aliases.items():
         if other in checkpoint:
-            names[path].append(other)
-    return {path: _one(path, {n: checkpoint[n] for n in found}) for path, found in names.items() if found}, unexpected
-
-
-def _one(path: str, sources: Mapping[str, Any]) -> Any:
-    """Returns the tensor of a variable, from those that a checkpoint has under its paths."""
-    first, *others = sources.values()
-    return equal_tensor(path, [lazy(source, name) for name, source in sources.items()]) if others else first
+            found.setdefault(path, {})[other] = checkpoint[other]
+    given: dict[str, Any] = {}
+    for path in (path for path in model if path in found):
+        first, *others = found[path].values()
+        tensors = [lazy(source, name) for name, source in found[path].items()] if others else []
+        given[path] = equal_tensor(path, tensors) if others else first
+    return given, unexpected
 
 
 def _mismatch(variable: AbstractVariable, source: Any) -> MismatchedTensor | None:
@@ -210,15 +209,10 @@ def resolve_and_warn(
     strict: bool = True,
     cast: str = SAFE,
 ) -> LoadPlan:
-    """Like `resolve`, and warns about missing and unexpected tensors of the checkpoint."""
+    """Like `resolve`, and warns about unexpected tensors and, unless `initialize` is given, about missing ones."""
     choice = resolve(model, checkpoint, initialize=initialize, strict=strict, cast=cast)
-    if checkpoint is not None and initialize != "all":
-        _warn_of_rest(model, checkpoint, choice, initialize)
-    return choice
-
-
-def _warn_of_rest(model: ModelSpec, checkpoint: Mapping[str, Any], choice: LoadPlan, initialize: str | None) -> None:
-    """Warns about unexpected tensors of a checkpoint and, unless `initialize` is given, about missing ones."""
+    if checkpoint is None or initialize == "all":
+        return choice
     left_out: list[str] = []
     if choice.unused:
         names = listed(map(repr, choice.unused))
@@ -231,6 +225,7 @@ def _warn_of_rest(model: ModelSpec, checkpoint: Mapping[str, Any], choice: LoadP
     if choice.missing and initialize is None:
         text = _missing_text(model, checkpoint, choice.missing)
         warn(f"{text}. They are initialized; pass initialize='missing' if that is intended.")
+    return choice
 
 
 def _missing_text(model: ModelSpec, checkpoint: Mapping[str, Any], missing: Sequence[str]) -> str:

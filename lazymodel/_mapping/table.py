@@ -237,12 +237,21 @@ class WeightMap:
             elif (source := found[0][1]) is None:
                 report.left_out[path] = ""
             else:
+                expected = variable.stored[0]
                 try:
-                    mapped[path] = _value(variable, source, found[0][2], tensors)
+                    value = read_entry(source, found[0][2], tensors, expected)
+                    if (shape := tuple(value.shape)) != expected:
+                        fix = (
+                            "add .T or remove the existing one"
+                            if shape[::-1] == expected
+                            else "use .rearrange or .part"
+                        )
+                        raise ValueError(f"expects {list(expected)}, found {list(shape)}; {fix}")
+                    mapped[path] = value
                 except Missing as error:
                     report.missing[path] = f" takes {error.name!r}{hint('missing', error.name, checkpoint)}"
                 except ValueError as error:
-                    report.misshapen[path] = str(error)
+                    report.misshapen[path] = f" from {source}: {error}"
         names = [name for _, source in self._entries.values() if source is not None for name in source.names]
         for name in checkpoint:
             if name in tensors.taken:
@@ -292,19 +301,6 @@ def _quoted(text: str) -> str:
 def _source(source: From) -> str:
     text = f"lm.{source!r}"
     return _quoted(text.removeprefix("lm.From(")[:-1] if text == f"lm.From({source.names[0]!r})" else text)
-
-
-def _value(variable: AbstractVariable, source: From, captures: Captures, tensors: Tensors) -> LazyTensor:
-    """One variable's value; ValueError describes a mismatch of its shape."""
-    expected, _ = variable.stored
-    try:
-        value = read_entry(source, captures, tensors, expected)
-    except ValueError as error:
-        raise ValueError(f" from {source}: {error}") from error
-    if (found := tuple(value.shape)) != expected:
-        hint = "add .T or remove the existing one" if found[::-1] == expected else "change it with .rearrange or .part"
-        raise ValueError(f" expects {list(expected)}, found {list(found)} from {source}; {hint}")
-    return value
 
 
 _ReadFunction: TypeAlias = "Callable[[Mapping[str, LazyTensor]], Any]"

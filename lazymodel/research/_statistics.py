@@ -219,23 +219,22 @@ def _device_numbers(values: jax.Array) -> Sequence[jax.Array]:
 
     The power is that of the largest absolute value, so that no square or sum exceeds the range of the type.
     """
-    if jnp.issubdtype(values.dtype, np.complexfloating):
-        values = jnp.abs(values)
-    if not jnp.issubdtype(values.dtype, np.floating):
-        if values.dtype.itemsize == 1:  # booleans, and integers of less than a byte
-            values = values.astype(np.int32)
-        finite, low, high = jnp.ones((), bool), jnp.min(values), jnp.max(values)
-    else:
-        values = values.astype(np.float64 if values.dtype.itemsize == 8 else np.float32)
-        finite = jnp.isfinite(values)
-        low, high = jnp.min(jnp.where(finite, values, np.inf)), jnp.max(jnp.where(finite, values, -np.inf))
+    values = jnp.abs(values) if jnp.issubdtype(values.dtype, np.complexfloating) else values
     wide = np.float64 if values.dtype.itemsize == 8 else np.float32
+    if jnp.issubdtype(values.dtype, np.floating):
+        values, most, least = values.astype(wide), np.inf, -np.inf
+    else:  # sums of booleans, and of integers of less than a byte
+        values = values.astype(np.int32) if values.dtype.itemsize == 1 else values
+        info = jnp.iinfo(values.dtype)
+        most, least = np.array(info.max, info.dtype), np.array(info.min, info.dtype)
+    finite = jnp.isfinite(values)
+    low, high = jnp.min(values, initial=most, where=finite), jnp.max(values, initial=least, where=finite)
     size = jnp.maximum(jnp.abs(low.astype(wide)), jnp.abs(high.astype(wide)))
     usable = jnp.isfinite(size) & (size > 0)
-    most = -int(jnp.finfo(wide).minexp)  # a power whose inverse is a normal number
-    exponent = jnp.where(usable, jnp.clip(jnp.frexp(jnp.where(usable, size, 1))[1] - 1, -most, most), 0)
+    limit = -int(jnp.finfo(wide).minexp)  # a power whose inverse is a normal number
+    exponent = jnp.where(usable, jnp.clip(jnp.frexp(jnp.where(usable, size, 1))[1] - 1, -limit, limit), 0)
     scaled = _computed(values, exponent)
-    count = _sum(jnp.broadcast_to(finite, values.shape).astype(wide))
+    count = _sum(finite.astype(wide))
     mean = _sum(jnp.where(finite, scaled, 0)) / count
     square = _sum(jnp.where(finite, jnp.square(scaled - mean), 0)) / count
     nonfinite = jnp.sum(~finite, dtype=np.uint32)

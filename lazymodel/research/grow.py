@@ -89,9 +89,9 @@ def depth(
         order = _order(len(by_layer), layers, method, preserve=bool(zeros))
         for new, source in enumerate(order):
             for captures, name in by_layer[source].items():
-                copied = source in order[:new] and name in zero_names
+                zeroed = source in order[:new] and name in zero_names
                 target = template.fill(dict(captures) | {"layer": str(new)})
-                grown[target] = _zeros(tensors[name]) if copied else tensors[name]
+                grown[target] = _zeros(tensors[name]) if zeroed else tensors[name]
         return MappedCheckpoint(grown, checkpoint)
     axes = {name: _axis(tensors[name], name, axis) for name in matched}
     count = _one({name: tensors[name].shape[place] for name, place in axes.items()}, "layers")
