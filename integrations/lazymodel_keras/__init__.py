@@ -27,13 +27,12 @@ from lazymodel_keras import _versions as _versions  # first: with older versions
 # isort: split
 from lazymodel._show import clock as _clock
 from lazymodel_keras._adapter import adapter
-from lazymodel_keras._deferred import deferred, load_model
+from lazymodel_keras._build import enable_lora
 from lazymodel_keras._model.keras_object import distribution
 from lazymodel_keras._train.callbacks import TrainingCheckpoint, TrainingState, training_state
 from lazymodel_keras._train.restore import restore
 from lazymodel_keras._train.saving import save_preset, streamed_saving
-from lazymodel_keras._transform import enable_lora
-from lazymodel_keras.hub import abstract_from_preset, from_preset
+from lazymodel_keras.hub import abstract_from_preset, deferred, from_preset, load_model
 
 __all__ = [
     "TrainingCheckpoint",

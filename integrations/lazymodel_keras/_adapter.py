@@ -36,7 +36,7 @@ from lazymodel.checkpoints._open import located, weight_files
 from lazymodel.checkpoints._untrusted import MAX_JSON, read_at_most
 from lazymodel_keras import _upstream
 from lazymodel_keras._build import Keywords, abstract_build, finished, recorded
-from lazymodel_keras._gguf.folder import is_gguf
+from lazymodel_keras._gguf import is_gguf
 from lazymodel_keras._model.keras_object import model_variables, replace
 from lazymodel_keras._record.patches import active, while_recording
 from lazymodel_keras._record.recording import Recording, recording_problem, session
@@ -242,14 +242,15 @@ class KerasAdapter:
         if _is_keras(build) is None:
             return build_factory(build, args, kwargs, name)
         run = functools.partial(build, *args, **kwargs)  # merges nested partial functions
-        keywords = Keywords(run.keywords.keys(), "", "lazymodel_keras.from_preset")
+        recording = Recording()
+        recording.keywords = keywords = Keywords(run.keywords.keys(), "", "lazymodel_keras.from_preset")
         if getattr(run.func, "__name__", "") == "from_preset":
-            keywords = dataclasses.replace(keywords, method=".from_preset")
+            recording.keywords = keywords = dataclasses.replace(keywords, method=".from_preset")
             cls: Any = getattr(run.func, "__self__", None)
             keywords.check_ours(cls)
             # `from_preset` is looked up while recording, when it is patched.
             run = functools.partial(lambda *args, **kwargs: cls.from_preset(*args, **kwargs), *run.args, **run.keywords)
-        return abstract_build(run, what=name, loads=False, keywords=keywords)
+        return abstract_build(recording, run, name)
 
     from_config = staticmethod(_plan_model)
     convert = staticmethod(_convert_model)
@@ -336,7 +337,7 @@ def build_factory(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wha
         raise LazyModelError(problem)
     recording.restart()
     run, recording = functools.partial(build, *args, **kwargs), Recording(remote=recording.remote)
-    result = recorded(recording, run, what, loads=False)
+    result = recorded(recording, run, what)
     if _has_keras(result):
         return finished(recording, run, result, what)
     nbytes = sum(leaf.nbytes for leaf in _leaves(result) if isinstance(leaf, jax.Array))

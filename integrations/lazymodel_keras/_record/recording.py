@@ -31,10 +31,10 @@ from lazymodel._tensors.shards import MismatchedTensor, StoredTensor, misshapen,
 from lazymodel.checkpoints._checkpoint import DecodedCheckpoint
 from lazymodel.checkpoints._verify import Verify, verify_files
 from lazymodel_keras import _upstream
-from lazymodel_keras._record.hugging_face import Leftovers, checkpoint_files, open_decoded
 from lazymodel_keras._record.initializers import GivenValue, InitialValue, initial_value, value_on_host
 from lazymodel_keras._record.patches import activated, active, recording_patches, while_recording
 from lazymodel_keras._record.remote import RemoteFiles
+from lazymodel_keras._record.weight_files import Leftovers, checkpoint_files, open_decoded
 
 
 @dataclasses.dataclass(eq=False)

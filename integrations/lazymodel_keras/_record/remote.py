@@ -22,7 +22,7 @@ from lazymodel._remote.path import Location, RemoteFile, RemotePath, remote_path
 from lazymodel._remote.url import is_supported, is_url, shown
 from lazymodel._show.text import format_bytes
 from lazymodel.checkpoints._open import CachedCopy, cached_copy, located
-from lazymodel_keras._gguf.folder import GgufFolder, is_gguf
+from lazymodel_keras._gguf import GgufFolder, is_gguf
 
 _MOST = 256 << 20  # bytes of all small files of a preset; the largest vocabularies have a tenth of it
 _WEIGHTS = (".h5", ".hdf5", ".safetensors", ".keras", ".npz", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack")

@@ -13,19 +13,19 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import keras
 
 import lazymodel
 from lazymodel import CheckpointError, LazyModelError, open_checkpoint, save_step
-from lazymodel._remote.path import remote_path
-from lazymodel._remote.url import is_url, shown
+from lazymodel._remote.path import RemotePath
+from lazymodel._remote.url import shown
 from lazymodel._save.remote import check_writable
 from lazymodel.checkpoints._checkpoint import KEY, described, is_nothing, place_of, read_described
+from lazymodel.checkpoints._open import located
 from lazymodel.checkpoints._untrusted import read_json_file, read_json_object
-from lazymodel_keras._record.remote import RemoteFiles, check_storage_options, has_obstore
 from lazymodel_keras._train.restore import step_folder
 
 _Stock: Any = getattr(keras.callbacks, "OrbaxCheckpoint", keras.callbacks.Callback)
@@ -46,7 +46,7 @@ class TrainingCheckpoint(_Stock):
     Args:
         directory: A folder to save to. It may be relative to the current folder at this time, or begin with `~`; the
             stock callback never commits a step to such a folder. Or a URL that begins with `s3://`, `gs://` or `az://`,
-            which needs obstore; without it Orbax saves, and only to `gs://`.
+            which needs obstore.
         metadata: Further values to save, in types of JSON: a mapping, or a function that is called at each save.
         storage_options: For a URL: as in `lazymodel.open_checkpoint`.
         **options: Options of the stock callback, such as `save_freq`, `max_to_keep`, `monitor` and `save_best_only`.
@@ -75,9 +75,8 @@ class TrainingCheckpoint(_Stock):
                 f"Keras {keras.__version__} has no keras.callbacks.OrbaxCheckpoint; upgrade it: pip install -U keras"
             )
         where = os.path.expanduser(os.fspath(directory))
-        check_storage_options(where, storage_options)
-        if is_url(where) and has_obstore():
-            check_writable(remote_path(where, storage_options))
+        if isinstance(place := place_of(where, storage_options), RemotePath):
+            check_writable(place)
             # The stock callback creates an Orbax checkpointer at once, which only takes a folder on a disk. Nothing is
             # saved in the background: the next batch's update may donate the arrays that are read.
             with tempfile.TemporaryDirectory() as unused:
@@ -86,25 +85,12 @@ class TrainingCheckpoint(_Stock):
             self.directory = where
             self.checkpointer = _RemoteSteps(where, max_to_keep=self.max_to_keep, storage_options=storage_options)
         else:
-            self._save_with_orbax(where, options)
+            super().__init__(os.path.abspath(where), **options)  # Orbax fails to write to a relative folder
         self.checkpointer = _Describing(self.checkpointer, self._describe, shown(self.directory))
         self._metadata = metadata
         self._epoch = self._batch = self._trained = 0
         # (batches taken from the data, its state then), from the last batch trained on to the last batch taken.
         self._states: collections.deque[tuple[int, Any]] = collections.deque()
-
-    def _save_with_orbax(self, where: str, options: dict[str, Any]) -> None:
-        try:
-            # Orbax accepts a relative folder, and then fails to write to it.
-            super().__init__(where if is_url(where) else os.path.abspath(where), **options)
-        except Exception as error:  # of many types: Orbax's own, and those of the libraries that access buckets
-            if not is_url(where):
-                raise
-            reason = str(error).replace(where, shown(where)).partition("\n")[0]
-            raise LazyModelError(
-                f"Orbax, which saves the steps without obstore, cannot save to {shown(where)}: {reason}. Install "
-                "obstore, with which s3://, gs:// and az:// are saved to: pip install 'lazymodel[remote]'"
-            ) from None  # it may show a signing query
 
     def data(self, iterator: Any) -> Iterator[Any]:
         """The batches of an iterator, for `fit`; its state is recorded after each.
@@ -274,12 +260,10 @@ def training_state(
         2
     """
     text = os.path.expanduser(os.fspath(path))
-    check_storage_options(text, storage_options)
-    files = RemoteFiles(storage_options)
-    if (files.serves(text) or not is_url(text)) and is_nothing(place_of(text, storage_options)):
+    if is_nothing(place_of(text, storage_options)):
         return None
-    where = files.located(text)
-    with open_checkpoint(where) as checkpoint:
+    where = located(text, storage_options)
+    with open_checkpoint(cast(Any, where)) as checkpoint:
         about = (checkpoint.metadata or {}).get(KEY)
         inside = getattr(checkpoint, "item", None) if about is None else checkpoint.files[0]
         folder = None if inside is None else step_folder(where, str(inside))

@@ -28,11 +28,11 @@ from lazymodel._errors import warn
 from lazymodel._remote.path import Location, RemotePath
 from lazymodel._show.text import closest, folded_names, listed
 from lazymodel._show.timeline import Span
-from lazymodel._tensors.casting import UNSAFE, check_mode
+from lazymodel._tensors.casting import SAFE, UNSAFE, check_mode
 from lazymodel._tensors.shards import misshapen
 from lazymodel.checkpoints._untrusted import read_json_file
 from lazymodel_keras import _upstream
-from lazymodel_keras._build import KerasModel, Materializing, check_all_used, check_options
+from lazymodel_keras._build import KerasModel, Materializing, check_all_used, check_options, of_kind
 from lazymodel_keras._model.keras_object import AbstractKerasObject, extended, from_skeleton, model_variables
 from lazymodel_keras._record.patches import active, while_recording
 from lazymodel_keras._record.recording import LoadOptions, Recording, session
@@ -118,17 +118,7 @@ class Restoring(Materializing, total=False):
 def restore(model: AbstractModel[T], path: str | os.PathLike[str], **options: Unpack[Restoring]) -> T: ...
 @overload
 def restore(model: T, path: str | os.PathLike[str], **options: Unpack[Restoring]) -> T: ...
-def restore(
-    model: Any,
-    path: str | os.PathLike[str],
-    *,
-    weights_only: bool = False,
-    strict: bool = True,
-    cast: str = "safe",
-    storage_options: Mapping[str, Any] | None = None,
-    compile: Compile | Sequence[Compile] | None = None,
-    **options: Unpack[Materializing],
-) -> Any:
+def restore(model: Any, path: str | os.PathLike[str], **options: Unpack[Restoring]) -> Any:
     """Restores a training checkpoint into a model, wherever its variables are placed; each device reads its shards.
 
     The mesh may differ from the one that saved. Optimizer state is restored with the weights: an optimizer that was
@@ -166,14 +156,16 @@ def restore(
         >>> int(model.optimizer.iterations.value)
         2
     """
+    check_options("restore", options, Restoring)
+    cast, storage_options = options.get("cast", SAFE), options.get("storage_options")
     check_mode(cast)
-    check_options("restore", options)
     text = os.path.expanduser(os.fspath(path))
     check_storage_options(text, storage_options)
     outer = active()
     remote = RemoteFiles(storage_options) if outer is None or storage_options is not None else outer.remote
+    weights_only, strict = options.get("weights_only", False), options.get("strict", True)
     read = functools.partial(read_state, path=remote.located(text), weights_only=weights_only, strict=strict)
-    materializing = {**options, "compile": compile}
+    materializing = {**of_kind(Materializing, options), "compile": options.get("compile")}
     if isinstance(model, AbstractModel):
         return _restore_abstract(model, read, cast, remote, materializing)
     if outer is None:

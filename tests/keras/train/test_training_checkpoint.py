@@ -11,7 +11,6 @@ import json
 import resource
 import shutil
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -392,14 +391,6 @@ def test_places_that_are_refused_at_once(
     with pytest.raises(lm.LazyModelError, match=message) as raised:
         lk.TrainingCheckpoint(where, **options)
     assert "SECRET" not in str(raised.value)
-
-
-def test_without_obstore_a_url_that_orbax_cannot_save_to_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(lm.LazyModelError, match=r"s3://bucket/run: .*pip install 'lazymodel\[remote\]'") as raised:
-        lk.TrainingCheckpoint("s3://bucket/run?X-Amz-Signature=SECRET")
-    assert "SECRET" not in str(raised.value)
-    assert raised.value.__suppress_context__
 
 
 def test_a_step_of_orbax_would_hide_one_in_a_bucket(runs: Runs) -> None:

@@ -1,23 +1,31 @@
-"""The models that a GGUF file may contain, one row each: their names on Hugging Face, their settings and tensors.
+"""A GGUF file as the Hugging Face folder of its model: everything that KerasHub's loaders and converters request.
 
-Responsible for lazily reversing what llama.cpp's `convert_hf_to_gguf.py` does to a model's configuration and tensors.
-Missing settings have llama.cpp's defaults. `_gguf/folder` writes vocabularies.
+Lazily reverses what llama.cpp's `convert_hf_to_gguf.py` does to configuration and tensors; missing settings have its
+defaults. Configuration and vocabulary are written on request; the weights' path is a placeholder for `tensors`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
+import json
 import math
+import os
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn, TypeAlias, cast
+from urllib.parse import urlsplit
 
 import numpy as np
 
-from lazymodel import Checkpoint, CheckpointError, LazyTensor
+from lazymodel import Checkpoint, CheckpointError, LazyTensor, open_checkpoint
 from lazymodel._quantized.config import Plain
+from lazymodel._remote.path import Location, RemotePath
+from lazymodel._remote.url import is_url
 from lazymodel._show.text import listed
+from lazymodel.checkpoints._checkpoint import CONFIG, DecodedCheckpoint
+from lazymodel_keras import _upstream
 
 _ARCHITECTURE = "general.architecture"
 _REQUIRED: Any = object()
@@ -202,7 +210,10 @@ LLAMA2 = dataclasses.replace(LLAMA3, vocabularies=())
 MISTRAL = Architecture("mistral", "MistralBackbone", _MISTRAL, wide_heads=True, **_SPLITS)
 TEKKEN = dataclasses.replace(MISTRAL, vocabularies=("tekken",))
 PHI3 = Architecture(
-    "phi3", "Phi3Backbone", {"original_max_position_embeddings": _original_context}, {"ffn_up": "mlp.gate_up_proj"}
+    "phi3",
+    "Phi3Backbone",
+    {"original_max_position_embeddings": _original_context},
+    {"ffn_up": "mlp.gate_up_proj"},
 )
 _MIXTURE = Architecture("mixtral", "MixtralBackbone", _MIXTRAL, _MIXTRAL_LAYER, **_SPLITS)
 _QWEN2 = Architecture("qwen2", "QwenBackbone", _QWEN, vocabularies=_QWEN_BPE)
@@ -253,18 +264,18 @@ def architecture(metadata: Metadata, cls: Any, models: Any) -> Architecture:
     return LLAMA3 if byte_level or issubclass(family, models.Llama3Backbone) else LLAMA2
 
 
-def _setting(metadata: Metadata, entry: Any) -> Any:
-    if isinstance(entry, tuple):
-        return metadata.of_model(*entry)
-    return entry(metadata) if callable(entry) else entry
-
-
 def settings(row: Architecture, metadata: Metadata, stored: Checkpoint) -> Settings:
     """The model's `config.json` on Hugging Face, as far as KerasHub reads it.
 
     Raises CheckpointError if an entry is missing, contradicts the tensors, or is not supported by KerasHub's class.
     """
     of = metadata.of_model
+
+    def setting(entry: Any) -> Any:
+        if isinstance(entry, tuple):
+            return of(*entry)
+        return entry(metadata) if callable(entry) else entry
+
     heads, width = of("attention.head_count", int), of("embedding_length", int)
     head_dim = of("attention.key_length", int, width // max(heads, 1))
     embeddings = stored.describe(_EMBEDDINGS).shape if _EMBEDDINGS in stored else ()
@@ -286,7 +297,7 @@ def settings(row: Architecture, metadata: Metadata, stored: Checkpoint) -> Setti
         "rope_theta": of("rope.freq_base", float, row.fixed.get("rope_theta", 10000.0)),
         "max_position_embeddings": of("context_length", int),
         "tie_word_embeddings": "output.weight" not in stored,
-        **{name: _setting(metadata, entry) for name, entry in row.more.items()},
+        **{name: setting(entry) for name, entry in row.more.items()},
     }
     _check(row, metadata, found, stored)
     if rope := _rope_scaling(row, metadata, found, stored):
@@ -297,12 +308,11 @@ def settings(row: Architecture, metadata: Metadata, stored: Checkpoint) -> Setti
 def _check(row: Architecture, metadata: Metadata, found: Settings, stored: Checkpoint) -> None:
     key = f"{metadata.architecture}.{{}}".format
     for name, value in found.items():
-        if isinstance(value, int) and not _LEAST.get(name, 0) <= value < _MOST:
-            least = _LEAST.get(name, 0)
+        least = _LEAST.get(name, 0)
+        if isinstance(value, int) and not least <= value < _MOST:
             raise CheckpointError(f"{metadata.file}: expected {name} from {least} to {_MOST - 1:,}, found {value:,}")
-    for name in ("rms_norm_eps", "rope_theta"):
-        if not 0 < found[name] < math.inf:
-            raise CheckpointError(f"{metadata.file}: expected {name} above 0, found {found[name]}")
+        if isinstance(value, float) and name in ("rms_norm_eps", "rope_theta") and not 0 < value < math.inf:
+            raise CheckpointError(f"{metadata.file}: expected {name} above 0, found {value}")
     head_dim = found["head_dim"]
     for name in ("attention.value_length", "rope.dimension_count"):
         if (size := metadata.of_model(name, int, head_dim)) != head_dim:
@@ -312,10 +322,8 @@ def _check(row: Architecture, metadata: Metadata, found: Settings, stored: Check
         metadata.refuse(key("attention.key_length"), f"{plain}, as in KerasHub's {row.backbone}", head_dim)
     for name, value in row.fixed.items():
         if not math.isclose(found[name], value, rel_tol=1e-6):
-            raise CheckpointError(
-                f"{metadata.file}: expected {name} of {value}, the only one that KerasHub's {row.backbone} knows, "
-                f"found {found[name]}"
-            )
+            expected = f"expected {name} of {value}, the only one of KerasHub's {row.backbone}"
+            raise CheckpointError(f"{metadata.file}: {expected}, found {found[name]}")
     numbers = {int(match[1]) for match in map(_IN_LAYER.match, stored) if match}
     if numbers != set(range(len(numbers))) or found["num_hidden_layers"] != len(numbers):
         layers = listed(f"blk.{number}" for number in sorted(numbers)) or "none"
@@ -331,19 +339,16 @@ def _rope_scaling(row: Architecture, metadata: Metadata, found: Settings, stored
         return {"long_factor": _values(stored, _LONG, half), "short_factor": _values(stored, _SHORT, half)}
     if kind not in ("none", "linear") or (kind == "linear" and factor != 1 and not row.scaled_rope):
         known = "none or linear" if row.scaled_rope else "none"
-        metadata.refuse(
-            f"{metadata.architecture}.rope.scaling.type", f"{known}, all that KerasHub's {row.backbone} knows", kind
-        )
+        expected = f"{known}, all that KerasHub's {row.backbone} knows"
+        metadata.refuse(f"{metadata.architecture}.rope.scaling.type", expected, kind)
     if kind == "linear" and factor != 1:
         return {"rope_type": "linear", "factor": factor}
     if _ROPE_FREQUENCIES not in stored or set(factors := _values(stored, _ROPE_FREQUENCIES, half)) == {1.0}:
         return None
     scaling = {"rope_type": "llama3", "factor": max(factors), **_LLAMA3}
     if row.backbone != "LlamaBackbone" or not np.allclose(factors, _llama3_factors(found, scaling), rtol=1e-4):
-        raise CheckpointError(
-            f"tensor {_ROPE_FREQUENCIES!r} of {metadata.file}: expected ones, or for Llama those of Llama 3, found "
-            f"others, which KerasHub's {row.backbone} does not support"
-        )
+        expected = "expected ones, or for Llama those of Llama 3, found others"
+        raise CheckpointError(f"tensor {_ROPE_FREQUENCIES!r} of {metadata.file}: {expected}")
     return scaling
 
 
@@ -375,12 +380,15 @@ def plain_tensors(row: Architecture, found: Settings, stored: Checkpoint) -> tup
     for name in (_ROPE_FREQUENCIES, *((_LONG, _SHORT) if row is PHI3 else ())):
         left.pop(name, None)  # they are settings
     experts = found.get("num_local_experts", found.get("num_experts", 0))
-    layer, of_norm = {**_LAYER, **row.layer}, _less_one if row.offset_norms else _same
+    layer = {**_LAYER, **row.layer}
 
-    def add(name: str, source: str, change: Callable[[LazyTensor], Any]) -> None:
+    def add(name: str, source: str, change: Callable[[LazyTensor], Any] | None = None) -> None:
         if name in plain:
             raise CheckpointError(f"tensor {source!r} of {stored.path}: expected one that is {name}, found two")
-        plain[name] = Plain(lambda: change(stored[source]), stored.describe(source).file)
+        if change is None and row.offset_norms and source.endswith("norm.weight"):
+            change = _less_one
+        make = (lambda: stored[source]) if change is None else lambda: change(stored[source])
+        plain[name] = Plain(make, stored.describe(source).file)
         left.pop(source, None)
 
     for source in stored:
@@ -388,7 +396,7 @@ def plain_tensors(row: Architecture, found: Settings, stored: Checkpoint) -> tup
             continue
         if (match := _IN_LAYER.fullmatch(part[1])) is None:
             if part[1] in _TOP:
-                add(f"{_TOP[part[1]]}.{part[2]}", source, of_norm if "norm" in source else _same)
+                add(f"{_TOP[part[1]]}.{part[2]}", source)
             continue
         name, one = match[2], _ONE_EXPERT.fullmatch(match[2])
         name = name if one is None else f"{one[1]}_exps"
@@ -396,33 +404,23 @@ def plain_tensors(row: Architecture, found: Settings, stored: Checkpoint) -> tup
             continue
         plain_name = f"model.layers.{match[1]}.{layer[name]}.{part[2]}"
         if one is not None:
-            add(plain_name.format(one[2]), source, _same)
+            add(plain_name.format(one[2]), source)
         elif name.endswith("_exps"):
             if (shape := stored.describe(source).shape)[:1] != (experts,):
-                raise CheckpointError(
-                    f"tensor {source!r} of {stored.path}: expected {experts} experts, as in its metadata, "
-                    f"found shape {shape}"
-                )
+                expected = f"expected {experts} experts, as in its metadata"
+                raise CheckpointError(f"tensor {source!r} of {stored.path}: {expected}, found shape {shape}")
             for index in range(experts):
-                add(plain_name.format(index), source, functools.partial(_row, index=index))
+                add(plain_name.format(index), source, lambda tensor, index=index: tensor[index])
         elif name == "ffn_gate_inp_shexp":
             add(plain_name, source, lambda tensor: tensor.reshape(1, -1))  # it has one row, which llama.cpp drops
         elif row.interleaved and name in ("attn_q", "attn_k"):
             heads = found["num_attention_heads" if name == "attn_q" else "num_key_value_heads"]
-            add(plain_name, source, functools.partial(_in_halves, heads=heads))
+            add(plain_name, source, lambda tensor, heads=heads: _in_halves(tensor, heads))
         else:
-            add(plain_name, source, of_norm if name.endswith("norm") else _same)
+            add(plain_name, source)
     if found["tie_word_embeddings"] and "model.embed_tokens.weight" in plain:
         plain["lm_head.weight"] = plain["model.embed_tokens.weight"]
     return plain, left
-
-
-def _same(tensor: LazyTensor) -> LazyTensor:
-    return tensor
-
-
-def _row(tensor: LazyTensor, index: int) -> LazyTensor:
-    return tensor[index]
 
 
 def _less_one(tensor: LazyTensor) -> Any:
@@ -433,3 +431,270 @@ def _in_halves(tensor: LazyTensor, heads: int) -> Any:
     """The rows of each head, which llama.cpp rotates as neighbouring pairs, in the order of rotating halves."""
     apart = tensor.reshape(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
     return apart.swapaxes(1, 2).reshape(tensor.shape)
+
+
+# Tekken's regex that splits text: `config.pattern` of Mistral's `tekken.json`.
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _module(cls: Any, config: Any, weights: Any, tokenizer: Any) -> Any:
+    """The parts that KerasHub's loader uses of a module that converts a type of model."""
+    names = {"convert_backbone_config": config, "convert_weights": weights, "convert_tokenizer": tokenizer}
+    return SimpleNamespace(backbone_cls=cls, **names)
+
+
+def converter(row: Architecture) -> Any:
+    """The converter for a type of model; None if KerasHub's own converter is sufficient."""
+    models = _upstream.hub_models()
+    if row in (LLAMA2, LLAMA3):
+        own = _upstream.converter("llama3")
+        cls = models.LlamaBackbone if row is LLAMA2 else own.backbone_cls
+        tokenizer = _with_sentence_piece if row is LLAMA2 else own.convert_tokenizer
+
+        def config_of(config: Settings) -> Settings:
+            return {**own.convert_backbone_config(config), "layer_norm_epsilon": config["rms_norm_eps"]}
+
+        return _module(cls, config_of, own.convert_weights, tokenizer)
+    if row is TEKKEN:
+        own = _upstream.converter("mistral")
+        return _module(own.backbone_cls, own.convert_backbone_config, own.convert_weights, _tekken)
+    if row is PHI3:
+        return _module(models.Phi3Backbone, _phi3_config, _phi3_weights, _with_sentence_piece)
+    return None
+
+
+def _with_sentence_piece(cls: Any, preset: str, **kwargs: Any) -> Any:
+    return cls(_upstream.preset_file(preset, "tokenizer.model"), **kwargs)
+
+
+def _tekken(_: Any, preset: str, **kwargs: Any) -> Any:
+    with open(_upstream.preset_file(preset, "tokenizer.json"), encoding="utf-8") as file:
+        content = json.load(file)
+    vocabulary = content["model"]["vocab"] | {token["content"]: token["id"] for token in content["added_tokens"]}
+    merges = [" ".join(merge) for merge in content["model"]["merges"]]
+    cls = _upstream.hub_models().MistralTekkenTokenizer
+    return cls(vocabulary=vocabulary, merges=merges, split_pattern=_TEKKEN, **kwargs)
+
+
+def _phi3_config(config: Settings) -> Settings:
+    scaling = config.get("rope_scaling", {})
+    return {
+        "vocabulary_size": config["vocab_size"],
+        "num_layers": config["num_hidden_layers"],
+        "hidden_dim": config["hidden_size"],
+        "intermediate_dim": config["intermediate_size"],
+        "num_query_heads": config["num_attention_heads"],
+        "num_key_value_heads": config["num_key_value_heads"],
+        "layer_norm_epsilon": config["rms_norm_eps"],
+        "max_sequence_length": config["max_position_embeddings"],
+        "pretraining_sequence_length": config["original_max_position_embeddings"],
+        "rope_max_wavelength": config["rope_theta"],
+        "rope_scaling_type": "su" if scaling else None,
+        "rope_scaling_short_factor": scaling.get("short_factor"),
+        "rope_scaling_long_factor": scaling.get("long_factor"),
+    }
+
+
+def _phi3_weights(backbone: Any, loader: Any, config: Settings) -> None:
+    def port(variable: Any, name: str, change: Callable[[Any], Any]) -> None:
+        loader.port_weight(variable, name, lambda tensor, shape: np.reshape(change(tensor), shape))
+
+    def rows(sizes: Sequence[int], index: int) -> Callable[[Any], Any]:
+        def part(tensor: Any) -> Any:
+            if tensor.shape[0] != sum(sizes):
+                where = f"tensor {tensor.name!r} of {tensor.file}"
+                raise CheckpointError(f"{where}: expected {sum(sizes)} rows, found {tensor.shape[0]}")
+            return np.transpose(tensor[sum(sizes[:index]) : sum(sizes[: index + 1])])
+
+        return part
+
+    heads, pairs = (config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value"))
+    attention_rows, inner_rows = (heads, pairs, pairs), [config["intermediate_size"]] * 2
+    port(backbone.token_embedding.embeddings, "model.embed_tokens.weight", _unchanged)
+    port(backbone.token_embedding.reverse_embeddings, "lm_head.weight", np.transpose)
+    port(backbone.layer_norm.scale, "model.norm.weight", _unchanged)
+    for index, layer in enumerate(backbone.transformer_layers):
+        attention, qkv, gate_up = layer.attention, "self_attn.qkv_proj", "mlp.gate_up_proj"
+        for variable, name, change in (
+            (layer.pre_attention_layernorm.scale, "input_layernorm", _unchanged),
+            (layer.post_attention_layernorm.scale, "post_attention_layernorm", _unchanged),
+            (attention.query_dense.kernel, qkv, rows(attention_rows, 0)),
+            (attention.key_dense.kernel, qkv, rows(attention_rows, 1)),
+            (attention.value_dense.kernel, qkv, rows(attention_rows, 2)),
+            (attention.output_dense.kernel, "self_attn.o_proj", np.transpose),
+            (layer.feedforward_gate_dense.kernel, gate_up, rows(inner_rows, 0)),
+            (layer.feedforward_intermediate_dense.kernel, gate_up, rows(inner_rows, 1)),
+            (layer.feedforward_output_dense.kernel, "mlp.down_proj", np.transpose),
+        ):
+            port(variable, f"model.layers.{index}.{name}.weight", change)
+
+
+def _unchanged(tensor: Any) -> Any:
+    return tensor
+
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # the numbers of SentencePiece
+_BOUNDARIES = ("<bos>", "<eos>", "<pad>")  # of Gemma; their numbers may be missing
+_WORD = "▁"  # SentencePiece's character for a space
+
+
+def _byte_level(metadata: Metadata, row: Architecture) -> bytes:
+    """A byte-level BPE. Raises CheckpointError for another kind, or if KerasHub's class splits text differently."""
+    kind, splits = metadata.of_tokenizer("model", str), metadata.of_tokenizer("pre", str, "default")
+    if kind != "gpt2" or splits not in row.vocabularies:
+        known = f"'gpt2' with tokenizer.ggml.pre one of {', '.join(map(repr, row.vocabularies))}"
+        expected = f"{known}, which KerasHub's tokenizer for a {row.model_type} reads"
+        metadata.refuse("tokenizer.ggml.model", expected, f"{kind!r} with {splits!r}")
+    tokens, types = _tokens(metadata)
+    merges = [tuple(str(merge).split(" ")) for merge in metadata.of_tokenizer("merges", list)]
+    if wrong := next((merge for merge in merges if len(merge) != 2), None):
+        metadata.refuse("tokenizer.ggml.merges", "pairs", repr(wrong))
+
+    def of(kind: int) -> dict[str, int]:  # padding has no kind of these, and is dropped
+        return {token: index for index, (token, found) in enumerate(zip(tokens, types, strict=True)) if found == kind}
+
+    added = {**of(_CONTROL), **of(_USER_DEFINED)}
+    entries = [{"id": index, "content": token, "special": True} for token, index in added.items()]
+    model = {"type": "BPE", "vocab": of(_NORMAL), "merges": merges}
+    return json.dumps({"version": "1.0", "added_tokens": entries, "model": model}).encode()
+
+
+def _boundaries(metadata: Metadata, _: Architecture) -> bytes:
+    tokens, _types = _tokens(metadata)
+    names = {name: metadata.of_tokenizer(f"{name}_token_id", int) for name in ("bos", "eos")}
+    for name, index in names.items():
+        if not 0 <= index < len(tokens):
+            metadata.refuse(f"tokenizer.ggml.{name}_token_id", f"the number of one of {len(tokens)} tokens", index)
+    return json.dumps({f"{name}_token": tokens[index] for name, index in names.items()}).encode()
+
+
+def _sentence_piece(metadata: Metadata, row: Architecture) -> bytes:
+    if (kind := metadata.of_tokenizer("model", str)) != "llama":
+        expected = f"'llama', SentencePiece, which KerasHub's tokenizer for a {row.model_type} reads"
+        metadata.refuse("tokenizer.ggml.model", expected, repr(kind))
+    from sentencepiece import sentencepiece_model_pb2
+
+    messages: Any = sentencepiece_model_pb2
+    tokens, types = _tokens(metadata)
+    scores = _numbers(metadata, "scores", float, len(tokens))
+    normal = {score for score, of_type in zip(scores, types, strict=True) if of_type == _NORMAL}
+    if len(normal) == 1 and types.count(_NORMAL) > 1:
+        metadata.refuse("tokenizer.ggml.scores", "scores that order the merges of pieces", "the same for all")
+    boundaries = {name: metadata.of_tokenizer(f"{name}_token_id", int, -1) for name in ("bos", "eos", "padding")}
+    # Exactly one, as in SentencePiece: files may name another token, or give padding the type "unknown".
+    unknown = tokens.index("<unk>") if "<unk>" in tokens else metadata.of_tokenizer("unknown_token_id", int, -1)
+    if not 0 <= unknown < len(tokens):
+        metadata.refuse("tokenizer.ggml.unknown_token_id", f"the number of one of {len(tokens)} tokens", unknown)
+
+    model = messages.ModelProto()
+    trainer, normalizer = model.trainer_spec, model.normalizer_spec
+    trainer.model_type, trainer.vocab_size = messages.TrainerSpec.BPE, len(tokens)
+    trainer.byte_fallback = messages.ModelProto.SentencePiece.BYTE in types
+    normalizer.name = "identity"
+    normalizer.add_dummy_prefix = metadata.of_tokenizer("add_space_prefix", bool, True)
+    normalizer.remove_extra_whitespaces = metadata.of_tokenizer("remove_extra_whitespaces", bool, False)
+    for index, (token, score, of_type) in enumerate(zip(tokens, scores, types, strict=True)):
+        if index == unknown:
+            of_type = _UNKNOWN
+        elif of_type == _UNKNOWN:
+            of_type = _UNUSED
+        elif row.offset_norms and of_type == _CONTROL and token not in _BOUNDARIES and index not in boundaries.values():
+            # Gemma's SentencePiece models take these from text, which llama.cpp's converter does not record.
+            of_type = _USER_DEFINED
+        token = token.replace(" ", _WORD) if of_type == _USER_DEFINED else token
+        model.pieces.add(piece=token, score=score, type=of_type)
+    for name, index in {"unk": unknown, **boundaries}.items():
+        short = name[:3]
+        setattr(trainer, f"{short}_id", index)
+        if 0 <= index < len(tokens):
+            setattr(trainer, f"{short}_piece", tokens[index])
+    return model.SerializeToString()
+
+
+def _tokens(metadata: Metadata) -> tuple[list[str], list[int]]:
+    """All tokens and their types; raises CheckpointError for invalid values, or if a token occurs twice."""
+    tokens = metadata.of_tokenizer("tokens", list)
+    if wrong := next((token for token in tokens if not isinstance(token, str)), None):
+        metadata.refuse("tokenizer.ggml.tokens", "texts", repr(wrong))
+    if len(set(tokens)) != len(tokens):
+        metadata.refuse("tokenizer.ggml.tokens", "different ones", f"{len(set(tokens))} among {len(tokens)}")
+    types = _numbers(metadata, "token_type", int, len(tokens))
+    if wrong := next((of_type for of_type in types if of_type not in range(1, 7)), None):
+        metadata.refuse("tokenizer.ggml.token_type", "numbers from 1 to 6", wrong)
+    return tokens, types
+
+
+def _numbers(metadata: Metadata, key: str, kind: type, count: int) -> list[Any]:
+    values = metadata.of_tokenizer(key, list)
+    numbers = [value for value in values if isinstance(value, int | kind) and not isinstance(value, bool)]
+    if len(numbers) != count or len(values) != count:
+        metadata.refuse(f"tokenizer.ggml.{key}", f"{count} numbers, one a token", f"{len(numbers)} among {len(values)}")
+    return numbers
+
+
+def is_gguf(preset: Any) -> bool:
+    """Returns True if a preset is a GGUF file, its URL, or a folder of such files without a configuration."""
+    if not isinstance(preset, str):
+        return False
+    if (urlsplit(preset).path if is_url(preset) else preset).endswith(".gguf"):
+        return True
+    return os.path.isdir(preset) and not (Path(preset) / CONFIG).exists() and any(Path(preset).glob("*.gguf"))
+
+
+class GgufModel(DecodedCheckpoint):
+    """The tensors of a GGUF file by their names on Hugging Face; tensors without such a name by their own."""
+
+    settings: Settings  # the model's configuration
+
+
+class GgufFolder:
+    """A GGUF file, in one part or several, and the local folder of its small files.
+
+    Attributes:
+        where: The file, or the first part.
+        row: The type of model.
+    """
+
+    def __init__(self, where: Location, own: Path) -> None:
+        self.own, self._given = own, where
+        self._stored = open_checkpoint(cast(Any, where))
+        self.where = self._stored.files[0]
+        self._metadata = Metadata(self.where, self._stored.metadata or {})
+        self.choose(_upstream.hub_models().Backbone)
+
+    def choose(self, cls: Any) -> None:
+        """Reads the file as the model of a KerasHub class, if the file may be of several."""
+        self.row: Architecture = architecture(self._metadata, cls, _upstream.hub_models())
+
+    def file(self, name: str) -> str:
+        """The path of a file in the folder, which is written there; raises FileNotFoundError if there is none."""
+        path = self.own / name
+        makers = {"tokenizer.json": _byte_level, "tokenizer_config.json": _boundaries}
+        if not self.row.vocabularies:
+            makers = {"tokenizer.model": _sentence_piece}
+        if name == CONFIG:
+            path.write_text(json.dumps(self._settings()))
+        elif name in makers:
+            path.write_bytes(makers[name](self._metadata, self.row))
+        elif name != "model.safetensors":
+            raise FileNotFoundError(f"there is no {name} in {self.where}")
+        return str(path)
+
+    def location(self, _: str) -> str | RemotePath:
+        """Returns the file for a path in the folder."""
+        return self._given if isinstance(self._given, RemotePath) else self.where
+
+    def tensors(self, *, fresh: bool) -> GgufModel:
+        """The weights; `fresh` opens the file again."""
+        stored = open_checkpoint(cast(Any, self._given)) if fresh else self._stored
+        found = self._settings()
+        model = GgufModel(stored, *plain_tensors(self.row, found, stored), stored.path)
+        model.settings = found
+        return model
+
+    def _settings(self) -> Settings:
+        return settings(self.row, self._metadata, self._stored)

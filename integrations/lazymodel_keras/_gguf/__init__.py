@@ -1,1 +1,0 @@
-"""GGUF files as presets: their content in the form that KerasHub's own Hugging Face converters request."""
