@@ -118,19 +118,22 @@ class Traffic:
         self.imagined = fleet is not None and not any(tensor.file for tensor in tensors.values())
         if self.imagined:
             tensors = {path: LazyTensor(_AbstractSource(path, *variable.stored)) for path, variable in model.items()}
-        self._tensors = {path: each for path, each in tensors.items() if not stays_on_host(model[path])}
-        self._shardings, self._fleet = placement.shardings, fleet or Fleet()
-        self._model = model
-        self._processes = functools.cache(self._find_processes)
-        self._partitions: dict[str, ReadPartition] = {}
-        for path, tensor in self._tensors.items():
-            if (partition := self._partition(path, tensor)) is not None:
-                self._partitions[path] = partition
-        self.exchanged = {
-            path: partition
-            for path, partition in self._partitions.items()
-            if is_exchanged(self._tensors[path], replicas) or (self.imagined and replicas == "exchange")
-        }
+        self._shardings, self._fleet, self._model = placement.shardings, fleet or Fleet(), model
+        find = functools.cache(self._find_processes)
+        # Path → tensor, the host of each device, and the partition if there is one; where hosts are known.
+        self._tensors: dict[str, tuple[LazyTensor, np.ndarray, ReadPartition | None]] = {}
+        self.exchanged: dict[str, ReadPartition] = {}
+        for path, tensor in tensors.items():
+            sharding = self._shardings[path]
+            processes = find(sharding.mesh) if isinstance(sharding, NamedSharding) else None
+            if processes is None or stays_on_host(model[path]):
+                continue
+            partition = None
+            if tensor.source.readers() or self.imagined:
+                partition = divide(tensor, sharding, processes)
+            self._tensors[path] = tensor, processes, partition
+            if partition and (is_exchanged(tensor, replicas) or (self.imagined and replicas == "exchange")):
+                self.exchanged[path] = partition
 
     def group_nbytes(self, order: Iterable[str]) -> dict[str, int]:
         """Bytes of a device that exchanging takes temporarily, for each exchanged variable, in load order."""
@@ -144,19 +147,15 @@ class Traffic:
 
     def ways(self) -> dict[str, Way]:
         """Both ways; empty unless there are several hosts."""
-        hosts = 1 + max((int(found.max()) for found in self._all_processes()), default=0)
+        hosts = 1 + max((int(processes.max()) for _, processes, _ in self._tensors.values()), default=0)
         if hosts == 1:
             return {}
         plain, parts, arriving = (np.zeros(hosts) for _ in range(3))
-        for path, tensor in self._tensors.items():
-            sharding = self._shardings[path]
-            processes = self._processes(_mesh(sharding))
-            if processes is None:
-                continue
+        for path, (tensor, processes, partition) in self._tensors.items():
             stored, itemsize = float(stored_itemsize(tensor.source) or tensor.dtype.itemsize), tensor.dtype.itemsize
-            read = _distinct(sharding, tuple(tensor.shape), processes, hosts) * stored
+            read = _distinct(self._shardings[path], tuple(tensor.shape), processes, hosts) * stored
             plain += read
-            if (partition := self._partitions.get(path)) is None:
+            if partition is None:
                 parts += read
                 continue
             own = np.bincount(processes.ravel(), partition.own_elements(), hosts)
@@ -168,13 +167,11 @@ class Traffic:
     def read_nbytes(self, process: int, nbytes: int) -> int:
         """Bytes that a process reads in the chosen way; `nbytes` is what it would read without exchanging."""
         for path, partition in self.exchanged.items():
-            tensor, processes = self._tensors[path], self._processes(_mesh(self._shardings[path]))
-            assert processes is not None
+            tensor, processes, _ = self._tensors[path]
             hosts = int(processes.max()) + 1
-            itemsize = stored_itemsize(tensor.source)
             before = _distinct(self._shardings[path], tuple(tensor.shape), processes, hosts)[process]
             after = np.bincount(processes.ravel(), partition.own_elements(), hosts)[process]
-            nbytes += int((int(after) - int(before)) * itemsize)
+            nbytes += int((int(after) - int(before)) * stored_itemsize(tensor.source))
         return nbytes
 
     def _way(self, read: np.ndarray, exchanged: np.ndarray) -> Way:
@@ -185,27 +182,16 @@ class Traffic:
                 seconds = None if bandwidth is None else seconds + float(amounts.max()) / bandwidth
         return Way(tuple(map(int, read)), tuple(map(int, exchanged)), seconds)
 
-    def _all_processes(self) -> list[np.ndarray]:
-        found = (self._processes(_mesh(self._shardings[path])) for path in self._tensors)
-        return [each for each in found if each is not None]
-
     def _find_processes(self, mesh: Any) -> np.ndarray | None:
         """The host of each device; None if that is unknown."""
         if isinstance(mesh, Mesh):
             return mesh_processes(mesh)
         hosts = self._fleet.hosts
-        if mesh is None or hosts is None:
+        if hosts is None:
             return None
         if mesh.size % hosts:
             raise LazyModelError(f"hosts={hosts} do not divide the {mesh.size} devices of the mesh")
         return (np.arange(mesh.size) // (mesh.size // hosts)).reshape(tuple(mesh.shape.values()))
-
-    def _partition(self, path: str, tensor: LazyTensor) -> ReadPartition | None:
-        sharding = self._shardings[path]
-        processes = self._processes(_mesh(sharding))
-        if processes is None or not (tensor.source.readers() or self.imagined):
-            return None
-        return divide(tensor, sharding, processes)
 
 
 class _AbstractSource(TensorSource):
@@ -213,10 +199,6 @@ class _AbstractSource(TensorSource):
 
     def __init__(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         self.name, self.file, self.offset, self.shape, self.dtype = name, "", 0, shape, dtype
-
-
-def _mesh(sharding: Sharding) -> Any:
-    return sharding.mesh if isinstance(sharding, NamedSharding) else None
 
 
 def _distinct(sharding: Sharding, shape: tuple[int, ...], processes: np.ndarray, hosts: int) -> np.ndarray:

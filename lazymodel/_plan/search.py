@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from lazymodel._abstract.arrays import resident_nbytes
 from lazymodel._abstract.framework import ModelSpec
@@ -112,9 +112,8 @@ def smallest_topology(
         >>> lm.smallest_topology(abstract, "v5e", "auto", device_memory="32KiB", compile=None).smallest.name
         'v5e:2x2'
     """
-    given: Any = device
-    if not isinstance(given, str):
-        raise LazyModelError(f"device is a TPU generation or a GPU, such as 'v5e' or 'H100'; got {given!r}")
+    if not isinstance(cast(Any, device), str):
+        raise LazyModelError(f"device is a TPU generation or a GPU, such as 'v5e' or 'H100'; got {device!r}")
     known = known_memory(device)
     if tpu_generation(device) is None and known is not None:
         names, compile = [f"{device}:{count}" for count in _GPU_COUNTS], None
@@ -200,19 +199,19 @@ class _Search:
 
 
 def _nowhere(abstract: ModelSpec, device: str, limit: int, max_devices: int, rows: list[TopologyRow]) -> str:
-    size = format_bytes(abstract.nbytes)
-    start = f"{abstract.name} ({size}) fits on no {device} slice of at most {max_devices} devices"
-    if known := {needed: row for row in reversed(rows) if (needed := row.compiled_nbytes or row.device_nbytes)}:
-        needed, nearest = min(known.items(), key=lambda item: item[0])
-        if needed <= limit:  # its devices have enough memory
-            return f"{start}; {nearest.name}: {nearest.reason}"
-        return (
-            f"{start} of {format_bytes(limit)}; nearest is {nearest.name} with {format_bytes(needed)} on a device. "
-            "Rules that split more, more axes, a smaller dtype or a larger max_devices would help."
-        )
+    start = (
+        f"{abstract.name} ({format_bytes(abstract.nbytes)}) fits on no {device} slice of at most {max_devices} devices"
+    )
     if not rows:
         return f"{start}: the smallest slice has more"
-    return f"{start} of {format_bytes(limit)}; {rows[-1].name}: {rows[-1].reason}"
+    known = {needed: row for row in reversed(rows) if (needed := row.compiled_nbytes or row.device_nbytes)}
+    needed, nearest = min(known.items(), default=(0, rows[-1]), key=lambda item: item[0])
+    if needed <= limit:  # the reason is another one than a plan's bytes
+        return f"{start} of {format_bytes(limit)}; {nearest.name}: {nearest.reason}"
+    return (
+        f"{start} of {format_bytes(limit)}; nearest is {nearest.name} with {format_bytes(needed)} on a device. "
+        "Rules that split more, more axes, a smaller dtype or a larger max_devices would help."
+    )
 
 
 def _first_line(error: Exception) -> str:

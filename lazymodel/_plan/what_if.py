@@ -1,12 +1,8 @@
-"""Memory in use: parameters, optimizer state and gradients, and changes of a `WhatIf`.
+"""Memory in use: parameters, optimizer state, gradients, changes of a `WhatIf`, and a transformer's activations.
 
 State that the model has (`with_optimizer`, a compiled Keras model) consists of variables; its gradients are of what
-that optimizer trains. Additions of a `WhatIf` are arithmetic on shapes, dtypes and shardings. `_plan/make` gets the
-compiler's numbers.
-
-Activations of a transformer by arithmetic, from the shapes, roles and shardings of its variables.
-
-Responsible for dense transformers: a table of tokens, attention and an MLP. `_plan/make` gets the compiler's numbers.
+that optimizer trains. All else is arithmetic on shapes, dtypes, roles and shardings; `_plan/make` gets the compiler's
+numbers.
 """
 
 from __future__ import annotations
@@ -204,36 +200,32 @@ class WhatIf:
     remat: str | None = None
 
     def __post_init__(self) -> None:
+        needed = {"memory_kind": "optimizer", "moments": "optimizer", "master_weights": "optimizer"}
+        needed |= {"lora_targets": "lora_rank", "batch": "sequence", "sequence": "batch", "remat": "batch"}
+        for name, other in needed.items():
+            if getattr(self, name) is not None and getattr(self, other) is None:
+                raise LazyModelError(f"{name} was given without {other}; pass both")
         if self.optimizer is not None:
             slot_dtypes(self.optimizer)
-        for name in ("memory_kind", "moments", "master_weights"):
-            if (given := getattr(self, name)) is not None:
-                if self.optimizer is None:
-                    raise LazyModelError(f"{name} was given without optimizer, whose state it sets; pass both")
-                if name != "memory_kind":
-                    _float_dtype(name, given)
+        for name in ("moments", "master_weights"):
+            _float_dtype(name, getattr(self, name))
         if self.moments is not None and not isinstance(self.optimizer, str | int):
             raise LazyModelError(
-                f"moments={self.moments!r} and the slots' dtypes {self.optimizer!r} were given; say one"
+                f"moments={self.moments!r} and the slots' dtypes {self.optimizer!r} conflict; pass one"
             )
         for name in ("batch", "sequence", "lora_rank"):
             given = getattr(self, name)
             if given is not None and (type(given) is not int or given < 1):
                 raise LazyModelError(f"{name} is a positive number; got {given!r}")
-        if (self.batch is None) != (self.sequence is None):
-            raise LazyModelError("activations are estimated for a batch and a sequence; pass both")
-        if self.remat is not None and (self.remat not in REMATS or self.batch is None or self.optimizer is None):
-            raise LazyModelError(
-                f"remat is {' or '.join(map(repr, REMATS))}, with optimizer, batch and sequence; got {self.remat!r}"
-            )
-        if self.lora_targets is not None and self.lora_rank is None:
-            raise LazyModelError("lora_targets was given without lora_rank; pass both")
+        for name, known in (("remat", REMATS), ("quantize", tuple(_QUANTIZED_BITS))):
+            if (given := getattr(self, name)) is not None and given not in known:
+                raise LazyModelError(f"{name} is {' or '.join(map(repr, known))}; got {given!r}")
+        if self.remat is not None and self.optimizer is None:
+            raise LazyModelError(f"remat={self.remat!r} is for training; pass optimizer, too")
         try:
             re.compile(self.targets)
         except (re.error, TypeError) as error:
             raise LazyModelError(f"lora_targets {self.lora_targets!r} is not a regular expression: {error}") from error
-        if self.quantize is not None and self.quantize not in tuple(_QUANTIZED_BITS):
-            raise LazyModelError(f"quantize is {' or '.join(map(repr, _QUANTIZED_BITS))}; got {self.quantize!r}")
 
     @property
     def targets(self) -> str:
@@ -276,8 +268,8 @@ class Use:
         # The dtypes of the slots of a `WhatIf`'s optimizer, None for the parameter's own; None without an optimizer.
         self._slots = None if what_if.optimizer is None else slot_dtypes(what_if.optimizer)
         self._slots_memory = what_if.memory_kind
-        self._moments = None if what_if.moments is None else _float_dtype("moments", what_if.moments)
-        self._master = None if what_if.master_weights is None else _float_dtype("master", what_if.master_weights)
+        self._moments = _float_dtype("moments", what_if.moments)
+        self._master = _float_dtype("master_weights", what_if.master_weights)
         self.trained = self._trained(model, shardings)
         self.held: list[Held] = []
         for path, each in model.items():
@@ -300,18 +292,22 @@ class Use:
     @functools.cached_property
     def offloaded(self) -> dict[str, int]:
         """Path → bytes that a host keeps for each device."""
-        sums: collections.Counter[str] = collections.Counter()
-        for row in self.held:
-            sums[row.path] += row.host_nbytes
-        return {path: nbytes for path, nbytes in sums.items() if nbytes}
+        return dict(+self._sum(self.held, "host_nbytes"))
 
     @functools.cached_property
     def parts(self) -> dict[str, collections.Counter[str]]:
         """Kind → path → bytes that each of its devices holds."""
-        parts = {kind: collections.Counter[str]() for kind in (PARAMETERS, LORA, OPTIMIZER, GRADIENTS)}
-        for row in self.held:
-            parts[row.kind][row.path] += row.device_nbytes
-        return parts
+        rows = grouped_by(self.held, lambda row: row.kind)
+        kinds = (PARAMETERS, LORA, OPTIMIZER, GRADIENTS)
+        return {kind: self._sum(rows.get(kind, ()), "device_nbytes") for kind in kinds}
+
+    @staticmethod
+    def _sum(rows: Iterable[Held], column: str) -> collections.Counter[str]:
+        """Path → the sum of a column."""
+        sums = collections.Counter[str]()
+        for row in rows:
+            sums[row.path] += getattr(row, column)
+        return sums
 
     def dtypes(self, kind: str) -> str:
         """The dtypes with at least a hundredth of the bytes of a kind, largest first."""
@@ -340,19 +336,13 @@ class Use:
         return own + sum(row.device_nbytes for row in self.held if row.kind in kinds)
 
     def _check_one_optimizer(self, model: ModelSpec, what_if: WhatIf) -> None:
-        if model.optimized is None or (what_if.optimizer is None and what_if.lora_rank is None):
-            return
-        state = f"{len(self.state)} variables of state, such as {self.state[0]!r}" if self.state else "no state"
-        has = f"{model.name} has an optimizer already ({state})"
-        if what_if.optimizer is not None:
-            raise LazyModelError(
-                f"optimizer={what_if.optimizer!r} would be a second one: {has}, which a plan counts; leave optimizer "
-                "out, or plan the model without its own optimizer"
-            )
-        raise LazyModelError(
-            f"lora_rank={what_if.lora_rank} plans pairs that are trained instead of the parameters, and {has} for "
-            "these; plan the model without its optimizer"
-        )
+        for name in ("optimizer", "lora_rank"):
+            if model.optimized is not None and (given := getattr(what_if, name)) is not None:
+                state = f"{len(self.state)} variables of state, such as {self.state[0]!r}" if self.state else "no state"
+                raise LazyModelError(
+                    f"{name}={given!r} adds training, and {model.name} has an optimizer already ({state}), which is "
+                    f"counted; leave {name} out, or plan the model without its own optimizer"
+                )
 
     def _trained(
         self, model: ModelSpec, shardings: Mapping[str, Sharding]
@@ -361,20 +351,16 @@ class Use:
             return {}
         trained: dict[str, tuple[jax.ShapeDtypeStruct, ...]] = {**self.pairs}
         if not trained:
-            for path in model.optimized.paths if model.optimized is not None else _trainable(model):
+            own = (each for each in model.values() if each.trainable and each.follows is None)
+            floats = [each.path for each in own if jax.numpy.issubdtype(each.dtype, np.inexact)]
+            for path in floats if model.optimized is None else model.optimized.paths:
                 variable = model[path]
                 trained[path] = (jax.ShapeDtypeStruct(variable.shape, variable.dtype, sharding=shardings[path]),)
+        how = f"training with the model's own optimizer: {len(self.state):,} variables of state"
         if self._slots is not None:
-            self.notes.append(
-                f"training: {plural(len(self._slots), 'optimizer slot')} for each of "
-                f"{sum(map(len, trained.values())):,} trainable variables"
-                f"{'' if self._master is None else f', and master weights in {self._master.name}'}"
-            )
-        else:
-            self.notes.append(
-                f"training with the model's own optimizer: {len(self.state):,} variables of state for "
-                f"{len(trained):,} trainable variables"
-            )
+            how = f"training: {plural(len(self._slots), 'optimizer slot')} each"
+        master = "" if self._master is None else f", and master weights in {self._master.name}"
+        self.notes.append(f"{how} for {sum(map(len, trained.values())):,} trainable variables{master}")
         return trained
 
     def _quantize(self, model: ModelSpec, shardings: Mapping[str, Sharding], mode: str) -> None:
@@ -388,10 +374,9 @@ class Use:
             if other or not matrix:
                 continue
             if path in self.trained and path not in self.pairs:
-                own = "add lora_rank, or leave out the optimizer"
                 raise LazyModelError(
                     f"quantize={mode!r} takes {path!r} too, which is trained, and quantized parameters cannot be "
-                    f"trained; {own if model.optimized is None else 'plan the model without its optimizer'}"
+                    "trained; add lora_rank, or plan the model without optimizer"
                 )
             shard = shardings[path].shard_shape(variable.shape)
             columns = math.prod(shard) // max(shard[-2], 1)
@@ -403,11 +388,6 @@ class Use:
         self.notes.append(
             f"{mode}: {count} matrices are quantized after they are materialized, one by one, with a scale a column"
         )
-
-
-def _trainable(model: ModelSpec) -> list[str]:
-    own = (variable for variable in model.values() if variable.trainable and variable.follows is None)
-    return [variable.path for variable in own if jax.numpy.issubdtype(variable.dtype, np.inexact)]
 
 
 def slot_dtypes(optimizer: Any) -> tuple[Any, ...]:
@@ -452,6 +432,8 @@ def _pairs(model: ModelSpec, shardings: Mapping[str, Sharding], rank: int, targe
 
 
 def _float_dtype(name: str, given: Any) -> Any:
+    if given is None:
+        return None
     try:
         dtype = jax.numpy.dtype(given)
     except TypeError:

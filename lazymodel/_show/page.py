@@ -8,6 +8,7 @@ inserts it as text, and text that Plotly would read as markup is escaped.
 from __future__ import annotations
 
 import base64
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -149,16 +150,14 @@ def _plotly() -> str:
 
 
 def _modules(paths: Mapping[str, int]) -> dict[str, int]:
-    """Bytes by path; by module, and then by outer modules, if there are too many."""
-    sizes = dict(paths)
+    """Bytes by path; by module, and then by outer modules, if there are too many; at last the largest, and the rest."""
+    sizes = collections.Counter(paths)
     while len(sizes) > _BOXES:
-        outer: dict[str, int] = {}
+        outer = collections.Counter[str]()
         for path, nbytes in sizes.items():
-            module = path.rpartition("/")[0] or path
-            outer[module] = outer.get(module, 0) + nbytes
-        if len(outer) == len(sizes):  # no path has a module: show the largest, and the rest
-            largest = sorted(sizes, key=lambda path: -sizes[path])[: _BOXES - 1]
-            rest = sum(sizes.values()) - sum(sizes[path] for path in largest)
-            return {**{path: sizes[path] for path in largest}, "others": rest}
+            outer[path.rpartition("/")[0] or path] += nbytes
+        if len(outer) == len(sizes):  # no path has a module
+            largest = dict(sizes.most_common(_BOXES - 1))
+            return {**largest, "others": sizes.total() - sum(largest.values())}
         sizes = outer
     return sizes

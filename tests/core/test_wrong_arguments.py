@@ -104,8 +104,8 @@ def smallest(*args: Any, **options: Any) -> Callable[[], Any]:
         (what_if(master_weights="float32"), "master_weights was given without optimizer"),
         (what_if(memory_kind="pinned_host"), "memory_kind was given without optimizer"),
         (what_if(batch=0, sequence=8), "batch is a positive number; got 0"),
-        (what_if(sequence=8), "a batch and a sequence"),
-        (what_if(batch=8, sequence=8, remat="full"), "remat is 'attention' or 'full', with optimizer"),
+        (what_if(sequence=8), "sequence was given without batch"),
+        (what_if(batch=8, sequence=8, remat="full"), "remat='full' is for training; pass optimizer"),
         (what_if(optimizer="adam", batch=8, sequence=8, remat=True), "remat is 'attention' or 'full'"),
         (what_if(lora_rank="8"), "lora_rank is a positive number; got '8'"),
         (what_if(lora_rank=True), "lora_rank is a positive number; got True"),
@@ -118,7 +118,7 @@ def smallest(*args: Any, **options: Any) -> Callable[[], Any]:
         (what_if(lora_targets=".*"), "lora_targets was given without lora_rank"),
         (plan_what_if(lora_rank=2, lora_targets="nothing"), "no variable of ... is a LoRA target 'nothing'"),
         (plan_what_if(quantize="int8", optimizer="adam"), "quantized parameters cannot be trained; add lora_rank"),
-        (planned(what_if=lm.WhatIf(quantize="int8"), compile=lm.Compile("train")), "plan them one by one"),
+        (planned(what_if=lm.WhatIf(quantize="int8"), compile=lm.Compile("train")), "build it quantized"),
         (planned(what_if="adam"), "what_if is a lazymodel.WhatIf, ... ; got 'adam'"),
         (planned(compile="forward"), "compile is a lazymodel.Compile, ... ; got 'forward'"),
         (lambda: MODEL.shard(MESH, "auto").plan(compile=lm.Compile("forward", len)), "needs devices to compile for"),
@@ -137,9 +137,9 @@ def smallest(*args: Any, **options: Any) -> Callable[[], Any]:
         (train(lambda tree: tree["b"]), "needs the loss, a floating-point scalar ... <lambda> returns float32[512]"),
         (train(lambda tree: jnp.ones((), "int32")), "needs the loss, ... <lambda> returns int32[]"),
         (lambda: MODEL.plan().by_module("2"), "depth is a number of path parts, from 1; got '2'"),  # pyright: ignore
-        (lambda: lm.compare_plans([MODEL.plan()]), "plans are a mapping of name to MemoryPlan ... ; got list"),  # pyright: ignore
-        (lambda: lm.compare_plans({"a": MODEL}), "plans are a mapping of name to MemoryPlan"),  # pyright: ignore
-        (lambda: lm.compare_plans({}), "there is no plan to compare"),
+        (lambda: lm.compare_plans([MODEL.plan()]), "expected a mapping of name to MemoryPlan, ... , got ["),  # pyright: ignore
+        (lambda: lm.compare_plans({"a": MODEL}), "expected a mapping of name to MemoryPlan"),  # pyright: ignore
+        (lambda: lm.compare_plans({}), "expected a mapping of name to MemoryPlan"),
         (with_optimizer("adam"), "takes an Optax gradient transformation"),
         (with_optimizer(ADAM, trained="("), "trained='(' is not a regular expression"),
         (with_optimizer(ADAM, trained=["a/kernel"]), "a path regex or a function of a variable; got ['a/kernel']"),

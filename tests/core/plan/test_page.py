@@ -5,7 +5,6 @@ import gzip
 import json
 import re
 import shutil
-import time
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -224,17 +223,6 @@ def test_it_is_drawn_filtered_sorted_and_zoomed(open_page, tmp_path):
     assert opened.locator("svg.placed").first.get_attribute("aria-label").startswith("split (")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_goes_with_the_system(open_page, tmp_path, scheme):
-    plan_of(1).save(tmp_path / "plan.html")
-    opened = open_page((tmp_path / "plan.html").read_text(), color_scheme=scheme)
-    colours = opened.evaluate(
-        "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"
-    )
-    background, foreground = (sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in colours)
-    assert (background > foreground) is (scheme == "light")
-
-
 def test_names_do_nothing(open_page):
     sections = [
         Text(ATTACKS),
@@ -293,17 +281,3 @@ def test_it_is_used_by_keyboard_and_read_aloud(open_page):
     opened.emulate_media(media="print", color_scheme="dark")
     assert opened.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert not opened.get_by_role("searchbox").is_visible()
-
-
-@pytest.mark.large
-def test_it_is_there_soon(open_page, tmp_path):
-    """Prints how long; a figure of a quiet machine."""
-    for count in (333, 33_333):
-        plan_of(count).save(tmp_path / "plan.html")
-        text = (tmp_path / "plan.html").read_text()
-        start = time.perf_counter()
-        opened = open_page(text)
-        painted = opened.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime / 1000")
-        ready = float(opened.evaluate("document.documentElement.dataset.ready")) / 1000
-        print(f"{3 * count + 1:,} variables, {len(text):,} bytes: painted {painted:.2f} s, ready {ready:.2f} s")
-        assert time.perf_counter() - start < 60

@@ -175,12 +175,8 @@ def test_numpy_leaves_are_no_device_s_unless_they_are_split(mesh8: Mesh, live: b
     }  # fmt: skip
     report = model.explain()
     assert (report.fullest_nbytes, report.imbalance, report.replicated) == (shard, 1.0, {})
-    assert report.on_host == {
-        "table": "(64, 64), 16.00 KiB: a NumPy array, which nothing splits over devices",
-        "wide": "(8,), 64 B: a NumPy array of float64, which devices hold with jax_enable_x64 only: on the host",
-    }
-    assert "on the host: 2 variables" in str(report) and "(64, 64), 16.00 KiB  a NumPy array" in str(report)
-    assert str(model.explain("table")).endswith("on the host: a NumPy array, which nothing splits over devices")
+    assert report.on_host.keys() == {"table", "wide"} and "64, 64" in report.on_host["table"]
+    assert "on the host: a NumPy array" in str(model.explain("table"))
     assert "2.00 KiB per device on 8 devices" in repr(model)
     rows = {cells[0]: (cells[-3], cells[-2]) for cells in model.table().rows}
     assert rows["table"] == rows["wide"] == ("on the host", "0 B") and rows["w"] == ("P('model')", "2.00 KiB")

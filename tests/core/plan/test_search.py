@@ -24,14 +24,6 @@ def _model() -> lm.AbstractModel:
     return lm.build_abstract(init, jax.random.key(0))
 
 
-@needs_libtpu
-def test_init_programs_compile_for_devices_that_are_not_here() -> None:
-    plan = _model().shard(lm.topology("v5e:2x4"), _RULES).plan(compile=lm.Compile("init"))
-    assert plan.device_nbytes == _WIDTH * _WIDTH * 4 * _LAYERS // 8
-    assert plan.device_memory == lm.device_memory("v5e")
-    assert plan.fits
-
-
 def test_what_is_no_device_is_refused() -> None:
     with pytest.raises(lm.LazyModelError, match="'H101' is not a TPU generation; closest: 'H100'"):
         lm.smallest_topology(_model(), "H101", _RULES)
@@ -58,17 +50,6 @@ def test_the_smallest_by_arithmetic() -> None:
     assert "24.00 GiB a device even if everything is split" in repr(table)
     assert ["v5e:2x2", "4", "model=4", "6.00", "GiB", "–", "yes"] in [line.split() for line in repr(table).splitlines()]
     assert "<td" in table._repr_html_()
-
-
-def test_less_memory_needs_more_devices() -> None:
-    table = lm.smallest_topology(_model(), "v5e", _RULES, device_memory="4GiB", compile=None)
-    assert (table.smallest.name, table.smallest.device_nbytes) == ("v5e:2x4", 3 * GIB)
-
-
-def test_an_optimizer_needs_more_devices() -> None:
-    table = lm.smallest_topology(_model(), "v5e", _RULES, what_if=lm.WhatIf(optimizer="adam"), compile=None)
-    assert table.smallest.name == "v5e:2x4"
-    assert table.smallest.device_nbytes == 12 * GIB  # parameters, two moments, gradients
 
 
 def test_cards_are_counted_by_arithmetic() -> None:

@@ -129,11 +129,7 @@ def test_bars_are_where_spans_are() -> None:
         "stream": "·" * 24 + "█" * 12 + "·" * 6 + "█" * 6,
     }
     assert Timeline(spans).table().rows[-1][1:4] == ("24.00", "48.00", "18.00")
-    short = [
-        Span("stream", 0, 480),
-        Span("rebuild", 479.99, 480),
-        Span("match", 10, 10.001),
-    ]
+    short = [Span("stream", 0, 480), Span("rebuild", 479.99, 480), Span("match", 10, 10.001)]
     assert bars(Timeline(short)) == {"stream": "█" * 48, "rebuild": "·" * 47 + "█"}
     # An hour between imports and the load, as in a notebook; the numbers are there.
     wait = Timeline([Span("import", 0, 4), Span("build", 3600, 3601), Span("stream", 3602, 3624)])

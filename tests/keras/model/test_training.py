@@ -178,7 +178,7 @@ def test_the_command_line_refuses_a_second_one(tmp_path: Path, monkeypatch: pyte
         "parameters": weights + 2 * 4, "optimizer state": 2 * weights + COUNTS, "gradients": weights
     }  # fmt: skip
     assert main(["plan", "compiled_net:make", "--optimizer", "adamw"]) == 2
-    assert "optimizer='adamw' would be a second one: small has an optimizer already" in capsys.readouterr().err
+    assert "optimizer='adamw' adds training, and small has an optimizer already" in capsys.readouterr().err
 
 
 def test_a_weights_file_is_planned_by_the_configuration_beside_it(tmp_path: Path, capsys: Any) -> None:
