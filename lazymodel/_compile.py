@@ -168,26 +168,40 @@ class Compile:
 
     def _check(self, own: bool, options: Mapping[str, Any]) -> None:
         function, sizes = self.function, self._sizes
-        wrong_inputs = [each for each in self.inputs if not (own or _is_input(each))]
+        wrong = next((each for each in self.inputs if not (own or _is_input(each))), None)
         wrong_sizes = [size for size in sizes.values() if type(size) is not int or size < 1]
-        rules = {
-            f"a keyword of {self.what!r} is batch or sequence; got {', '.join(options)}": bool(options),
-            "inputs are what the function takes after the model, one by one: pytrees of arrays or "
-            f"jax.ShapeDtypeStruct(shape, dtype); got {wrong_inputs[:1]}": bool(wrong_inputs),
-            f"'init' takes neither a function nor sizes; got {function} and {sizes}": self.what == INIT
-            and (function is not None or bool(sizes)),
-            f"batch and sequence are positive numbers; got {sizes}": bool(wrong_sizes),
-            f"a function is called with the model, then the inputs; got {function!r}": function is not None
-            and not callable(function),
-            f"{self.what!r} is the model's own; pass a jitted function without a name": function is not None
-            and self.what in (PREDICT, GENERATE),
-            "batch and sequence are for a model's own functions; give inputs of that shape": function is not None
-            and bool(sizes),
-            f"the batch size of {self.what!r} is that of the inputs; leave batch out": bool(self.inputs)
-            and self.batch is not None,
-        }
-        if message := next((message for message, wrong in rules.items() if wrong), None):
-            raise LazyModelError(message)
+        rules = (
+            (options, f"a keyword of {self.what!r} is batch or sequence; got {', '.join(options)}"),
+            (
+                wrong is not None,
+                "inputs are what the function takes after the model, one by one: pytrees of arrays or "
+                f"jax.ShapeDtypeStruct(shape, dtype); got {wrong!r}",
+            ),
+            (
+                self.what == INIT and (function is not None or sizes),
+                f"'init' takes neither a function nor sizes; got {function} and {sizes}",
+            ),
+            (wrong_sizes, f"batch and sequence are positive numbers; got {sizes}"),
+            (
+                function is not None and not callable(function),
+                f"a function is called with the model, then the inputs; got {function!r}",
+            ),
+            (
+                function is not None and self.what in (PREDICT, GENERATE),
+                f"{self.what!r} is the model's own; pass a jitted function without a name",
+            ),
+            (
+                function is not None and sizes,
+                "batch and sequence are for a model's own functions; give inputs of that shape",
+            ),
+            (
+                self.inputs and self.batch is not None,
+                f"the batch size of {self.what!r} is that of the inputs; leave batch out",
+            ),
+        )
+        for is_wrong, message in rules:
+            if is_wrong:
+                raise LazyModelError(message)
 
 
 def _is_input(given: Any) -> bool:
@@ -215,8 +229,8 @@ def prepared(
             )
         if each.is_step and not callable(getattr(each.function, "lower", None)):
             raise LazyModelError(
-                f"{each.name} is not jitted, so its call would find no compiled program: pass the same function that "
-                "will be called, as jax.jit, nnx.jit or equinox.filter_jit returned it"
+                f"{each.name} is not jitted: pass a jitted function, the same that will be called, as jax.jit, nnx.jit "
+                "or equinox.filter_jit returned it"
             )
         if not each.is_step:
             with timeline.span("lower", "preparing"):
@@ -257,7 +271,7 @@ def lower(model: ModelSpec, compile: Compile, shardings: Mapping[str, Sharding])
         try:
             parts: Any = (whole,) if compile.split is None else compile.split(whole)
             if not isinstance(parts, list | tuple):
-                raise LazyModelError(f"the function of of() returned {type(parts).__name__}, not a tuple of arguments")
+                raise LazyModelError(f"of() takes a function that returns a tuple; it returned {type(parts).__name__}")
             lowered = function.lower(*parts, *given[0], **given[1])
         except LazyModelError:
             raise
