@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import itertools
-import random
 import threading
 import time
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -38,10 +36,10 @@ from lazymodel._mapping.match import (
     refuse_derived,
     resolve_and_warn,
 )
-from lazymodel._materialize.report import Costs, make_report
+from lazymodel._materialize.report import make_report
 from lazymodel._materialize.reshard import Exchange, exchanged, exchanges
 from lazymodel._materialize.stream import StreamItem
-from lazymodel._materialize.stream import stream as read
+from lazymodel._materialize.stream import stream as read_stream
 from lazymodel._programs.jaxprs import as_keys, is_weak, with_weak_type
 from lazymodel._programs.programs import run_recipes
 from lazymodel._remote.requests import REQUESTS
@@ -50,14 +48,13 @@ from lazymodel._show.progress import Progress, ProgressTo, ReportTo, delivery, p
 from lazymodel._show.text import listed, parse_budget
 from lazymodel._show.timeline import Timeline
 from lazymodel._tensors.buffers import default_budget, parallel
-from lazymodel._tensors.byte_reader import BYTES_READ, SAMPLE, SAMPLES, ByteReader
+from lazymodel._tensors.byte_reader import BYTES_READ, ByteReader
 from lazymodel._tensors.casting import SAFE
 from lazymodel._tensors.lazy import LazyTensor, lazy
 from lazymodel._tensors.shards import boxes_for, on_host
 from lazymodel._tensors.tensor_source import ArrayTensor, CompositeSource, TensorSource
 
 _STREAM_BUDGET = 256 << 20  # bytes of the host's memory, within which `stream` reads variables ahead
-_SMALL = 64 * 2**10  # bytes of an array in memory up to which it is compared whole: states of generators, tables, steps
 _READERS = 8  # files that are sampled at a time: the work is waiting for a disk
 
 
@@ -129,13 +126,20 @@ def materialize(
         deliver = delivery(report)
         checkpoint = flat_checkpoint(checkpoint)
         choice = resolve_and_warn(model, checkpoint, initialize=initialize, strict=strict, cast=cast)
-        reading = _Reading.of(model, choice, shardings, parse_budget(max_host_memory, default_budget()), replicas)
+        budget = parse_budget(max_host_memory, default_budget())
+        tensors = {path: read_as(model[path], source, choice) for path, source in choice.sources.items()}
+        items = _items(model, tensors, shardings)
+        parts = exchanges(items, replicas)
+        items = [parts[item.path].part if item.path in parts else item for item in items]
+        load = _Load(model, choice, shardings, items, parts, budget)
         timeline.add("match", matching, time.perf_counter())
         compiling = Compiling(model, compiles, shardings, timeline)
-        _publish_fingerprint(stage, choice, compiling.names, itertools.chain(reading.details(), compiling.details))
+        # The programs that exchange parts, in order: the same in all processes.
+        details = (f"exchange {path} {each.partition}" for path, each in parts.items())
+        _publish_fingerprint(stage, choice, compiling.names, itertools.chain(details, compiling.details))
     with agreement(assigned) as stage, compiling.in_background():
         bar = progress_for(progress)
-        arrays, costs = _make_arrays(model, choice, shardings, reading, compiling, bar, stage, timeline)
+        arrays, costs = _make_arrays(load, compiling, bar, stage, timeline)
     with timeline.span("rebuild"):
         result = model.framework.rebuild(arrays)
     if deliver is not None:
@@ -195,66 +199,44 @@ def stream(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Reading:
-    """Items to read, the budget, and how parts are exchanged."""
+class _Load:
+    """What is loaded and initialized, and how."""
 
-    items: Sequence[StreamItem]  # or their parts
-    budget: int  # bytes of the host's memory
+    model: ModelSpec
+    choice: LoadPlan
+    shardings: Mapping[str, Sharding]
+    items: Sequence[StreamItem]  # to read, or their parts
     exchanges: Mapping[str, Exchange]  # items that are read in parts, by path
-
-    @classmethod
-    def of(
-        cls,
-        model: ModelSpec,
-        choice: LoadPlan,
-        shardings: Mapping[str, Sharding],
-        budget: int,
-        replicas: str | None,
-    ) -> _Reading:
-        tensors = {path: read_as(model[path], source, choice) for path, source in choice.sources.items()}
-        items = _items(model, tensors, shardings)
-        found = exchanges(items, replicas)
-        return cls([found[item.path].part if item.path in found else item for item in items], budget, found)
-
-    def details(self) -> Iterator[str]:
-        """The programs that exchange parts, in order: the same in all processes."""
-        return (f"exchange {path} {exchange.partition}" for path, exchange in self.exchanges.items())
-
-    def arrays(self, watcher: _Watcher, stage: CollectiveScope, timeline: Timeline) -> Generator[tuple[str, jax.Array]]:
-        """Yields the arrays as they are completed; raises at once if something cannot be read at all."""
-        arriving = read(self.items, max_host_memory=self.budget, on_bytes=watcher.advance, hold=watcher.hold)
-        return exchanged(arriving, self.exchanges, stage, timeline) if self.exchanges else arriving
+    budget: int  # bytes of the host's memory
 
 
 def _make_arrays(
-    model: ModelSpec,
-    choice: LoadPlan,
-    shardings: Mapping[str, Sharding],
-    reading: _Reading,
-    compiling: Compiling,
-    bar: Progress,
-    stage: CollectiveScope,
-    timeline: Timeline,
-) -> tuple[dict[str, Any], Costs]:
-    """Runs the init programs, the stream, and what is computed from other variables, according to `choice`.
+    load: _Load, compiling: Compiling, bar: Progress, stage: CollectiveScope, timeline: Timeline
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Runs the init programs, the stream, and what is computed from other variables.
 
-    Returns path → finished array, of JAX or (see `_abstract/arrays`) of NumPy, and the cost. Init programs run first:
-    their temporaries are needed while the devices are still empty. With every unit of work it checks if the stage has
-    failed elsewhere or something cannot be compiled, and then raises.
+    Returns path → finished array, of JAX or (see `_abstract/arrays`) of NumPy, and measurements for the report. Init
+    programs run first: their temporaries are needed while the devices are still empty. With every unit of work it
+    checks if the stage has failed elsewhere or something cannot be compiled, and then raises.
     """
-    # Bytes of all distinct shards that this process's devices hold.
-    nbytes = {path: sum(boxes_for(shardings[path], v.shape).sizes) * v.dtype.itemsize for path, v in model.items()}
-    read = {
-        item.path: sum(boxes_for(item.sharding, item.shape).sizes) * item.dtype.itemsize
-        for item in reading.items
-        if item.path in reading.exchanges
-    }
+    model, choice, shardings = load.model, load.choice, load.shardings
+
+    def held_nbytes(sharding: Sharding, shape: tuple[int, ...], dtype: Any) -> int:
+        """Bytes of all distinct shards that this process's devices hold."""
+        return sum(boxes_for(sharding, shape).sizes) * dtype.itemsize
+
+    nbytes = {path: held_nbytes(shardings[path], v.shape, v.dtype) for path, v in model.items()}
+    parts = [item for item in load.items if item.path in load.exchanges]
+    read = {item.path: held_nbytes(item.sharding, item.shape, item.dtype) for item in parts}
     nbytes |= {path: max(nbytes[path], read[path]) for path in read}
     arrays: dict[str, Any] = {}
     watcher = _Watcher(bar, stage.check, compiling, sum(nbytes.values()))
     bar.start(sum(nbytes.values()), f"{model.name}: materializing {len(model)} variables{_from_where(choice)}")
     try:
-        arriving = reading.arrays(watcher, stage, timeline)
+        # Raises at once if something cannot be read at all.
+        arriving = read_stream(load.items, max_host_memory=load.budget, on_bytes=watcher.advance, hold=watcher.hold)
+        if load.exchanges:
+            arriving = exchanged(arriving, load.exchanges, stage, timeline)
         with timeline.span("initialize", "compiling"):
             computed = run_recipes(choice.recipes, shardings, model.programs)
         with timeline.span("initialize", "running"):
@@ -270,21 +252,22 @@ def _make_arrays(
             arrays[path] = array
             watcher.advance(nbytes[path], path)
         # In the model's order, since every process has to run a program for all in the same order.
-        arrays.update({path: _as_weak(arrays[path], model[path]) for path in model if model[path].weak_type})
-        jax.block_until_ready([arrays[item.path] for item in reading.items])
+        arrays.update({path: _as_weak(arrays[path], model[path]) for path in model})
+        jax.block_until_ready([arrays[item.path] for item in load.items])
         timeline.add("stream", started, time.perf_counter())
         with timeline.span("initialize", "running"):
             jax.block_until_ready(list(arrays.values()))  # the init programs, which ran while files were read
         if compiling.unfinished:
             watcher.advance(0, f"compiling {listed(compiling.unfinished)}")
         compiled = compiling.finished(stage.check)
-        arrived = sum(each.arriving_nbytes() for each in reading.exchanges.values())
-        counts = zip(REQUESTS.so_far(), requests_before, strict=True)
-        fetched, requests, retries = (now - before for now, before in counts)
-        costs = Costs(
-            BYTES_READ.count - bytes_before, arrived, fetched, requests, retries, compiled, compiling.wait_seconds
-        )
-        return arrays, costs
+        counts = [now - before for now, before in zip(REQUESTS.so_far(), requests_before, strict=True)]
+        return arrays, {
+            "read_nbytes": BYTES_READ.count - bytes_before,
+            "exchanged_nbytes": sum(each.arriving_nbytes() for each in load.exchanges.values()),
+            **dict(zip(("fetched_nbytes", "requests", "retries"), counts, strict=True)),
+            "compiled": compiled,
+            "compile_seconds": compiling.wait_seconds,
+        }
     except CheckpointError:
         if watcher.error is not None:
             raise watcher.error from None
@@ -371,15 +354,15 @@ def _each(
             tensors = initial_values(model, recipe) | tensors
             continue
         for path, array in run_recipes([recipe], shardings, model.programs):
-            done = jax.block_until_ready(_finished(array, model[path]))
+            done = jax.block_until_ready(_as_weak(_in_layout(array, model[path]), model[path]))
             del array
             yield path, done
             del done
     order = {path: index for index, path in enumerate(model)}
     ordered = {path: tensors[path] for path in sorted(tensors, key=order.__getitem__)}
-    with contextlib.closing(read(_items(model, ordered, shardings), max_host_memory=budget)) as arriving:
+    with contextlib.closing(read_stream(_items(model, ordered, shardings), max_host_memory=budget)) as arriving:
         for path, array in arriving:
-            done = _finished(as_keys(array, model[path].dtype), model[path])
+            done = _as_weak(_in_layout(as_keys(array, model[path].dtype), model[path]), model[path])
             del array  # only the caller holds it, so that it can be freed before the next one
             yield path, done
             del done
@@ -388,15 +371,9 @@ def _each(
             yield path, host_array(model[path], tensor)
 
 
-def _finished(array: Any, variable: AbstractVariable) -> Any:
-    """The array in the layout of its variable, and weakly typed if the variable is."""
-    array = _in_layout(array, variable)
-    return _as_weak(array, variable) if variable.weak_type else array
-
-
 def _as_weak(array: Any, variable: AbstractVariable) -> Any:
-    """The array weakly typed, in the same buffers."""
-    if isinstance(array, np.ndarray) or is_weak(jax.typeof(array)) or not array.size:
+    """The array, weakly typed if its variable is, in the same buffers."""
+    if not variable.weak_type or isinstance(array, np.ndarray) or is_weak(jax.typeof(array)) or not array.size:
         return array
     placed = array.sharding if variable.layout is None else array.format
     with jax.enable_x64(True) if is_narrowed(array.dtype) else contextlib.nullcontext():
@@ -455,14 +432,7 @@ def _origins(source: TensorSource) -> Iterator[Any]:
 
 
 def _content(value: object) -> bytes:
-    """A hash of an array in memory; for a large array, a hash of samples."""
+    """A hash of an array in memory."""
     if not isinstance(value, np.ndarray) or value.dtype.hasobject:
         return b""
-    if value.nbytes <= _SMALL:
-        return zlib.crc32(np.ascontiguousarray(value).tobytes()).to_bytes(4)
-    digest, generator = hashlib.blake2b(digest_size=8), random.Random(value.size)
-    length = max(SAMPLE // value.itemsize, 1)
-    for _ in range(SAMPLES):
-        *index, last = (generator.randrange(extent) for extent in value.shape)
-        digest.update(value[(*index, slice(last, last + length))].tobytes())
-    return digest.digest()
+    return zlib.crc32(cast(Any, np.ascontiguousarray(value).reshape(-1).view(np.uint8))).to_bytes(4)

@@ -267,29 +267,18 @@ def _cells(row: LoadRow) -> tuple[Any, ...]:
     return row.path, shape_text(row.shape), dtype, row.nbytes, note, files, row.needed_nbytes
 
 
-@dataclasses.dataclass(frozen=True)
-class Costs:
-    """Measurements of `_materialize/materialize`: see the attributes with the same names in `LoadReport`."""
-
-    read_nbytes: int
-    exchanged_nbytes: int
-    fetched_nbytes: int
-    requests: int
-    retries: int
-    compiled: tuple[CompiledProgram, ...]
-    compile_seconds: float
-
-
 def make_report(
     model: ModelSpec,
     choice: LoadPlan,
     checkpoint: Mapping[str, Any] | None,
     shardings: Mapping[str, Sharding],
-    costs: Costs,
+    costs: Mapping[str, Any],
     timeline: Timeline,
     seconds: float,
 ) -> LoadReport:
-    """The report on a model that was materialized according to `choice`; `seconds` is the total time."""
+    """The report on a model that was materialized according to `choice`; `costs` are further attributes of it, and
+    `seconds` is the total time.
+    """
     initializers = {path: recipe.origin for recipe in choice.recipes for path in recipe.paths}
     rows: list[LoadRow] = []
     for path, variable in model.items():
@@ -322,7 +311,7 @@ def make_report(
         stream_seconds=timeline.seconds("stream"),
         lower_seconds=timeline.seconds("lower"),
         timeline=timeline,
-        **vars(costs),
+        **costs,
     )
 
 

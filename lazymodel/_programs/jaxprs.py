@@ -1,21 +1,15 @@
-"""Jaxprs: run one equation, name it, classify it.
+"""Jaxprs: run one equation, name it, classify it; recipes that run kernel by kernel; PRNG keys as data.
 
 All code that depends on JAX' own representation is here, through `jax.extend.core` and `jax.core.eval_jaxpr`, so a new
 JAX release only changes this module. Callers decide how to use the answers.
-
-Recipes that run one kernel at a time, like eager execution: for programs that add up or factorize floats.
 
 A sum, a matrix product or a factorization gives other bits if the compiler fuses the computation of its operands into
 it, changes their layout, or splits it over devices; no barrier inside a program prevents XLA:CPU from all of these. So
 such a recipe is divided where eager execution ends one compiled kernel and begins the next. Each kernel is a separate
 program, compiled once for the process, which runs on one of its devices, with operands in memory as in eager execution;
 the results are then divided into shards. While such a variable is computed, that device holds all of it and its
-operands, which `InitProgram.temp_nbytes` counts. `_trace/graph` decides which recipes run this way.
-
-A recipe that names devices itself (`shard_map`) runs eagerly: on these devices, and what depends on it where eager
-execution would run it.
-
-PRNG keys as data: recognizing typed keys, converting them to the raw numbers that are stored, and back.
+operands, which `InitProgram.temp_nbytes` counts. `_trace/graph` decides which recipes run this way. A recipe that names
+devices itself (`shard_map`) runs eagerly: on these devices, and what depends on it where eager execution would run it.
 """
 
 from __future__ import annotations
@@ -28,6 +22,7 @@ import hashlib
 import math
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import jax
@@ -503,12 +498,8 @@ class Programs(Generic[Compiled]):
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._known: collections.OrderedDict[Hashable, Compiled] = collections.OrderedDict()
-        self._pending: dict[Hashable, threading.Lock] = {}
+        self._known: collections.OrderedDict[Hashable, Future[Compiled]] = collections.OrderedDict()
         self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._known)
 
     def clear(self) -> None:
         """Drops all programs."""
@@ -516,22 +507,21 @@ class Programs(Generic[Compiled]):
             self._known.clear()
 
     def get(self, key: Hashable, compile_it: Callable[[], Compiled]) -> Compiled:
-        """The program for this key, compiled by the first thread that needs it."""
+        """The program for this key, compiled by the first thread that needs it; an error is raised in all of them."""
+        future = Future[Compiled]()
         with self._lock:
-            pending = self._pending.setdefault(key, threading.Lock())
-        with pending:
-            with self._lock:
-                if key in self._known:
-                    self._known.move_to_end(key)
-                    self._pending.pop(key, None)
-                    return self._known[key]
-            program = compile_it()
-            with self._lock:
-                self._known[key] = program
-                self._pending.pop(key, None)
-                while len(self._known) > self.most:
-                    self._known.popitem(last=False)
-        return program
+            found = self._known.setdefault(key, future)
+            self._known.move_to_end(key)
+            while len(self._known) > self.most:
+                self._known.popitem(last=False)
+        if found is future:
+            try:
+                future.set_result(compile_it())
+            except BaseException as error:
+                with self._lock:
+                    self._known.pop(key, None)
+                future.set_exception(error)
+        return found.result()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -562,12 +552,10 @@ def compile_kernels(
     inputs: Sequence[jax.ShapeDtypeStruct],
     shardings: Sequence[Sharding],
     settings: Hashable,
-    *,
-    x64: bool,
 ) -> InitProgram:
     """Compiles the kernels of a recipe that are not compiled yet, under the current settings.
 
-    `settings` are other settings that change the meaning of a trace; `x64` is True if 64-bit types are on now.
+    `settings` are other settings that change the meaning of a trace.
     """
     # Compute on a device of this process, if the sharding has one.
     mine: dict[int, Any] = {device.id: device for device in shardings[0].addressable_devices or shardings[0].device_set}
@@ -604,7 +592,7 @@ def compile_kernels(
         for place, sharding in zip(kernels.outputs, shardings, strict=True):
             yield placed(_read(place, given, values), sharding)
 
-    return InitProgram(run_all, left, peak - left, x64, by_kernel=True)
+    return InitProgram(run_all, left, peak - left, uses_x64(), by_kernel=True)
 
 
 def _compiled(function: Callable[..., Any], operands: Sequence[jax.ShapeDtypeStruct], here: Sharding) -> _Kernel:

@@ -10,12 +10,9 @@ recipe contains the kernels of eager execution, one device of each process runs 
 shards (`_programs/jaxprs`); otherwise every device computes the whole variable and keeps its own shard. Both need the
 memory of the whole variable, which the program's `temp_nbytes` shows.
 
-Init programs in chunks: any range of a variable's elements is computed separately, with the bits of the whole.
-
-If random bits are counter-based and each element depends only on its own bits, initializing can begin anywhere: element
-`i` only needs counter `i`. The recipe is interpreted for a range of elements as one small program, compiled once, with
-the first element as a run-time input. Its temporaries are those of a chunk, while those of the whole program are three
-times the variable on CPUs. Recipes with sums, factorizations or data movement cannot be computed in chunks.
+Where every element depends only on its own counter-based random bits, `chunked_init` computes any range of a variable's
+elements with the bits of the whole, in the memory of a chunk: the recipe is interpreted for a range as one small
+program, with the first element as a run-time input.
 """
 
 from __future__ import annotations
@@ -282,14 +279,14 @@ def _compile(recipe: InitRecipe, shardings: tuple[Sharding, ...]) -> InitProgram
         here = frozenset(tuple(cast(Any, mesh.devices).flat) for mesh in meshes)
         # One program is possible only if all of it can be split over the devices that it names.
         if kernels is not None and not (kernels.partitionable and kernels.devices == here):
-            return compile_kernels(kernels, structs, shardings, settings(recipe), x64=x64)
+            return compile_kernels(kernels, structs, shardings, settings(recipe))
         traced = jax.jit(recipe.function, out_shardings=shardings).trace(*structs)
         if any(len(sharding.device_set) > 1 for sharding in shardings):
             partitionable = is_partitionable(traced.jaxpr)
             if partitionable and _has_ragged_rows(traced, shardings):
                 partitionable = not is_approximate(traced.jaxpr)
             if not partitionable and kernels is not None:
-                return compile_kernels(kernels, structs, shardings, settings(recipe), x64=x64)
+                return compile_kernels(kernels, structs, shardings, settings(recipe))
             if not partitionable:
                 whole = _run_whole(recipe.function, shardings)
                 traced = jax.jit(whole, out_shardings=shardings).trace(*structs)

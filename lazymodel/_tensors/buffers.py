@@ -1,8 +1,6 @@
-"""Host memory for what is read: aligned buffers, scratch memory and its limits, and copies that convert.
+"""Host memory for what is read: aligned buffers, scratch memory and its limits, copies that convert; and threads.
 
 Knows no file and no tensor. The caller decides who owns a buffer and how many exist at a time.
-
-Threads: `parallel` for many items, `start_thread` for one long task, and scratch memory that each thread has.
 """
 
 from __future__ import annotations

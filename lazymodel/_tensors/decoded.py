@@ -1,14 +1,11 @@
-"""Tensors that are made of others while they are read: decoded from codes and scales, or compared with a second copy.
+"""Tensors that are made of others while they are read: decoded from codes and scales, compared with a copy, computed.
 
-Contains what all of them share: which regions of the stored tensors a box needs, the chunks in which these are read,
-each once, and the tiles of chunks that are decoded at a time, so that temporaries stay in caches. A subclass, or the
-only stored tensor, defines how a tile is decoded.
+Contains what decoded tensors share: which regions of the stored tensors a box needs, the chunks in which these are
+read, each once, and the tiles of chunks that are decoded at a time, so that temporaries stay in caches. A subclass, or
+the only stored tensor, defines how a tile is decoded.
 
-Tensors that are computed from another one while they are read, chunk by chunk.
-
-Contains the arithmetic of a blockwise function on boxes: which region of its input an element of an output needs, into
-which chunks the work is cut, and how every chunk is read and computed once although it has several outputs. The caller
-provides the function, such as a quantization. Readers of the outputs get lazy tensors.
+A `Computation` is a blockwise function of one tensor with several outputs, such as a quantization: every chunk is read
+and computed once for all of them. The caller provides the function; readers of the outputs get lazy tensors.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""Tensor sources, arrays that are stored somewhere, and views of them.
+"""Tensor sources, arrays that are stored somewhere; views of them; and filling arrays with boxes of a view.
 
-Defines which elements of which source a view has, in which order, and how they are converted. Fills boxes of a view;
-`_tensors/byte_reader` reads bytes from a disk.
-
-Fills arrays with boxes of a view: divides the work into parts, and decides what is read together.
-
-Handles boxes that are adjacent in a file, or whose rows are so short that one pass over the region that they tile is
-faster than one read each. Also lists the bytes that will be read, for those that can prefetch them. A tensor source
-decides how it reads one box; the caller decides who runs the parts, and when.
+Defines which elements of which source a view has, in which order, and how they are converted. Filling is divided into
+parts, of which the caller decides who runs them, and when. Boxes that are adjacent in a file, or whose rows are so
+short that one pass over the region that they tile is faster than one read each, are filled together. Also lists the
+bytes that will be read, for those that can prefetch them. `_tensors/byte_reader` reads bytes from a disk.
 """
 
 from __future__ import annotations
@@ -101,34 +97,20 @@ class FileTensor(TensorSource):
         return (self.reader,)
 
     def fill(self, geometry: Geometry, out: np.ndarray, steps: Steps, workspace: Workspace) -> None:
-        place = dataclasses.replace(geometry, start=self.offset + geometry.start)
-        with self._reading():
-            self.reader.read_strided(place, self.dtype, out, steps, workspace)
+        with self.reading():
+            self.reader.read_strided(self.placed(geometry), self.dtype, out, steps, workspace)
+
+    def placed(self, geometry: Geometry) -> Geometry:
+        """A geometry of the tensor, as one of the file."""
+        return dataclasses.replace(geometry, start=self.offset + geometry.start)
 
     def fill_runs(self, start: int, outs: Sequence[np.ndarray]) -> None:
         """Fills C-contiguous arrays one after the other, from the byte `start` of the tensor on; no conversion."""
-        with self._reading():
+        with self.reading():
             self.reader.read_into(self.offset + start, *outs)
 
-    def fill_scattered(self, start: int, runs: np.ndarray) -> None:
-        """Fills runs of memory, as `ByteReader.read_runs` takes them, from the byte `start` on; no conversion."""
-        with self._reading():
-            self.reader.read_runs(self.offset + start, runs)
-
-    def copy_mapped(self, boxes: Sequence[tuple[Geometry, np.ndarray]], steps: Steps) -> bool:
-        """Fills arrays from a map, each from a normalized geometry of its shape. Returns False if there is no map."""
-        placed = [(dataclasses.replace(box, start=self.offset + box.start), out) for box, out in boxes]
-        with self._reading():
-            return self.reader.copy_mapped(placed, self.dtype, steps)
-
     @contextlib.contextmanager
-    def borrowed(self, start: int, most: int, unit: int) -> Generator[np.ndarray]:
-        """Bytes in memory from the byte `start` of the tensor on, as `ByteReader.borrowed`."""
-        with self._reading(), self.reader.borrowed(self.offset + start, most, unit) as found:
-            yield found
-
-    @contextlib.contextmanager
-    def _reading(self) -> Generator[None]:
+    def reading(self) -> Generator[None]:
         """Adds the tensor's name to errors, and raises if the file changed meanwhile."""
         try:
             yield
@@ -297,8 +279,7 @@ def required_ranges(view: View, boxes: Sequence[Box]) -> Iterator[tuple[ByteRead
     elif isinstance(source, FileTensor) and source.reader.remote:
         for box in [bounding(boxes)] if prefers_one_pass(view, boxes) else boxes:
             geometry = view.geometry(box).normalized()
-            place = dataclasses.replace(geometry, start=source.offset + geometry.start)
-            yield source.reader, ranges_of(place, source.dtype.itemsize, source.reader.row_gap)
+            yield source.reader, ranges_of(source.placed(geometry), source.dtype.itemsize, source.reader.row_gap)
     elif source.origin is not None and source.origin.remote:
         yield source.origin, np.empty((0, 2), np.int64)
 
@@ -402,7 +383,10 @@ def _fill_part(view: View, part: Box, targets: Targets, workspace: Workspace) ->
         if shortest * stored.itemsize >= RUN:
             # Long runs are copied from a map, to one target after the other.
             normalized = [normalize(view.geometry(common), out) for common, out in wanted]
-            if source.copy_mapped([(geometry, ordered) for geometry, ordered, _ in normalized], view.steps):
+            placed = [(source.placed(geometry), ordered) for geometry, ordered, _ in normalized]
+            with source.reading():
+                copied = source.reader.copy_mapped(placed, source.dtype, view.steps)
+            if copied:
                 for (_, out), (*_, repeated) in zip(wanted, normalized, strict=True):
                     repeat(out, repeated)
                 return
@@ -436,7 +420,8 @@ def _scatter_borrowed(
     row = math.prod(shape[axis + 1 :]) * stored.itemsize
     first, stop = part[axis].start, part[axis].stop
     while first < stop:
-        with source.borrowed(start, (stop - first) * row, row) as found:
+        most = (stop - first) * row
+        with source.reading(), source.reader.borrowed(source.offset + start, most, row) as found:
             count = max(found.size // row, 1)
             chunk = (*part[:axis], slice(first, first + count), *part[axis + 1 :])
             if found.size:
@@ -465,7 +450,8 @@ def _scatter_runs(
         starts, runs = join(starts, axis).reshape(-1), join(runs, axis).reshape(-1, 2)
         if (starts[1:] < starts[:-1]).any():
             runs = runs[np.argsort(starts, kind="stable")]
-        source.fill_scattered(stored.geometry(chunk).start, runs)
+        with source.reading():
+            source.reader.read_runs(source.offset + stored.geometry(chunk).start, runs)
     return True
 
 

@@ -333,11 +333,11 @@ class _NpyTensor(FileTensor):
         self._lock, self._readers = threading.Lock(), 0
 
     @contextlib.contextmanager
-    def _reading(self) -> Generator[None]:
+    def reading(self) -> Generator[None]:
         with self._lock:
             self._readers += 1
         try:
-            with super()._reading():
+            with super().reading():
                 yield
         finally:
             with self._lock:
