@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import threading
 import time
@@ -37,7 +36,7 @@ from lazymodel._mapping.match import (
     resolve_and_warn,
 )
 from lazymodel._materialize.report import make_report
-from lazymodel._materialize.reshard import Exchange, exchanged, exchanges
+from lazymodel._materialize.reshard import exchanged, exchanges
 from lazymodel._materialize.stream import StreamItem
 from lazymodel._materialize.stream import stream as read_stream
 from lazymodel._programs.jaxprs import as_keys, is_weak, with_weak_type
@@ -126,17 +125,10 @@ def materialize(
         deliver = delivery(report)
         checkpoint = flat_checkpoint(checkpoint)
         choice = resolve_and_warn(model, checkpoint, initialize=initialize, strict=strict, cast=cast)
-        budget = parse_budget(max_host_memory, default_budget())
-        tensors = {path: read_as(model[path], source, choice) for path, source in choice.sources.items()}
-        items = _items(model, tensors, shardings)
-        parts = exchanges(items, replicas)
-        items = [parts[item.path].part if item.path in parts else item for item in items]
-        load = _Load(model, choice, shardings, items, parts, budget)
+        load = _Load(model, choice, shardings, parse_budget(max_host_memory, default_budget()), replicas)
         timeline.add("match", matching, time.perf_counter())
         compiling = Compiling(model, compiles, shardings, timeline)
-        # The programs that exchange parts, in order: the same in all processes.
-        details = (f"exchange {path} {each.partition}" for path, each in parts.items())
-        _publish_fingerprint(stage, choice, compiling.names, itertools.chain(details, compiling.details))
+        _publish_fingerprint(stage, choice, compiling.names, itertools.chain(load.details(), compiling.details))
     with agreement(assigned) as stage, compiling.in_background():
         bar = progress_for(progress)
         arrays, costs = _make_arrays(load, compiling, bar, stage, timeline)
@@ -198,16 +190,27 @@ def stream(
         return _each(model, choice, shardings, budget)
 
 
-@dataclasses.dataclass(frozen=True)
 class _Load:
-    """What is loaded and initialized, and how."""
+    """What is loaded and initialized, and how: `items` are read, those with `exchanges` in parts."""
 
-    model: ModelSpec
-    choice: LoadPlan
-    shardings: Mapping[str, Sharding]
-    items: Sequence[StreamItem]  # to read, or their parts
-    exchanges: Mapping[str, Exchange]  # items that are read in parts, by path
-    budget: int  # bytes of the host's memory
+    def __init__(
+        self,
+        model: ModelSpec,
+        choice: LoadPlan,
+        shardings: Mapping[str, Sharding],
+        budget: int,
+        replicas: str | None,
+    ) -> None:
+        self.model, self.choice, self.shardings, self.budget = model, choice, shardings, budget
+        tensors = {path: read_as(model[path], source, choice) for path, source in choice.sources.items()}
+        items = _items(model, tensors, shardings)
+        self.exchanges = exchanges(items, replicas)
+        parts = {path: exchange.part for path, exchange in self.exchanges.items()}
+        self.items = [parts.get(item.path, item) for item in items]
+
+    def details(self) -> Iterator[str]:
+        """The programs that exchange parts, in order: the same in all processes."""
+        return (f"exchange {path} {exchange.partition}" for path, exchange in self.exchanges.items())
 
 
 def _make_arrays(
