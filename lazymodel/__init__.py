@@ -46,8 +46,7 @@ from lazymodel._plan.plan import MemoryPlan, compare_plans
 from lazymodel._plan.search import smallest_topology
 from lazymodel._plan.what_if import WhatIf
 from lazymodel._restore import restore, training_state
-from lazymodel._save.save import save
-from lazymodel._save.steps import save_step
+from lazymodel._save.save import save, save_step
 from lazymodel._sharding.auto import auto
 from lazymodel._sharding.roles import Host, role
 from lazymodel._show.progress import Progress

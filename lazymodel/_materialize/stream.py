@@ -32,7 +32,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from lazymodel._errors import CheckpointError
 from lazymodel._programs.jaxprs import uses_x64
-from lazymodel._remote.reader import AHEAD, reading_ahead
+from lazymodel._remote.path import AHEAD, reading_ahead
 from lazymodel._show.text import format_bytes
 from lazymodel._tensors.boxes import (
     Box,

@@ -1,13 +1,13 @@
-"""`RemotePath`: a location in a store that code can use like a `pathlib.Path` of a file or folder.
+"""Objects as code uses them: `RemotePath` like a path, `RemoteFile` like a file, `RemoteReader` for tensors.
 
-It has only the methods that readers of checkpoints need, with the meaning that they have for a path. There are no
-links, and each question is sent to the store only once. Objects are files, and the part of their names before a slash
-is a folder. A web server cannot list, so a folder there has no entries except those that are requested by name.
+`RemotePath` has only the methods that readers of checkpoints need. There are no links, and each question is sent to the
+store only once. A web server cannot list, so a folder there has no entries except those that are requested by name.
 
-`RemoteFile`: an object as a file with random access, for libraries that need one.
+`RemoteFile` is meant for headers: a few places of an object, each read in small steps. It keeps blocks of the object,
+and fetches consecutive blocks in increasingly long requests.
 
-It is meant for headers: a few places of an object, each read in small steps. It keeps blocks of the object, and fetches
-consecutive blocks in increasingly long requests. Tensors are not read through it.
+`RemoteReader` gives the bytes of tensors. Callers announce what will be read (`reading_ahead`), and it is fetched in as
+many concurrent requests as fill the link. Other reads are handled in the same way, one read at a time.
 """
 
 from __future__ import annotations
@@ -16,24 +16,28 @@ import collections
 import contextlib
 import fnmatch
 import functools
+import hashlib
 import io
 import os
 import posixpath
 import stat
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, BinaryIO, TypeAlias, cast
 
 import numpy as np
 
 from lazymodel._errors import CheckpointError
-from lazymodel._remote.prefetch import ReadAhead, requests_for
-from lazymodel._remote.store import Blocks, Store, open_store
-from lazymodel._remote.url import child
-from lazymodel._tensors.buffers import parallel
+from lazymodel._remote.prefetch import AHEAD, GAP, ReadAhead, Stopped, requests_for
+from lazymodel._remote.store import Store, open_store
+from lazymodel._remote.url import child, printable, quoted
+from lazymodel._tensors.boxes import Geometry, ranges_of
+from lazymodel._tensors.buffers import DType, Steps, Workspace, parallel
+from lazymodel._tensors.byte_reader import SAMPLE, SAMPLES, VERIFIED, ByteReader, FileReader, samples
 
 BLOCK = 4 << 10  # bytes of a block, except the head: metadata between the tensors of an HDF5 file is about 2 KiB long
+_MOST_BLOCKS = 4096  # of a file that are kept
 _LONGEST = 4 << 20  # bytes of one request, after many consecutive blocks were requested
 
 
@@ -45,7 +49,7 @@ class RemoteFile(io.RawIOBase):
         self._store, self._key, self._given_up = store, key, given_up
         self._head, self.size = store.head(key)
         self._position = 0
-        self._blocks = store.blocks.setdefault(key, Blocks())
+        self._blocks = store.blocks.setdefault(key, {})
         self._next = self._length = 0  # the block after the last request, and how many blocks that had
 
     def readable(self) -> bool:
@@ -135,7 +139,9 @@ class RemoteFile(io.RawIOBase):
         """Keeps consecutive blocks, the first of which is `number`, and returns that one."""
         # Copies, so that each can be freed by itself.
         blocks = [data[first : first + BLOCK].copy() for first in range(0, len(data), BLOCK)]
-        self._blocks.add(number, blocks)
+        self._blocks.update(enumerate(blocks, number))
+        for oldest in list(self._blocks)[:-_MOST_BLOCKS]:
+            self._blocks.pop(oldest, None)  # another thread may have done it
         return blocks[0]
 
 
@@ -270,3 +276,208 @@ def remote_path(url: str, options: Mapping[str, Any] | None = None) -> RemotePat
     """The location that a URL names. Makes no request."""
     store, key = open_store(url, options)
     return RemotePath(store, key)
+
+
+_MOST_ETAG = 128  # characters of an ETag that are compared and shown; those of S3 have 34
+_ALONE = 64 << 20  # bytes in flight for a read that was not announced
+
+
+class RemoteReader(ByteReader):
+    """An object's bytes from `base` on. Holds no connection open; every range is requested with the object's ETag.
+
+    Raises:
+        CheckpointError: There is no such object, or it cannot be read.
+    """
+
+    remote = True
+    row_gap = GAP
+
+    def __init__(self, path: RemotePath, *, base: int = 0) -> None:
+        super().__init__(str(path))
+        self.store, self.key, self.base = path.store, path.key, base
+        _, self.size = self.store.head(self.key)
+        self._aheads: tuple[ReadAhead, ...] = ()
+        self._lock = threading.Lock()
+
+    @property
+    def version(self) -> tuple[str, str] | None:
+        known = self.store.known(self.key)
+        return None if known is None or known.etag is None else (self.path, known.etag)
+
+    def fingerprint(self, count: int = SAMPLES) -> str:
+        if self.version is None:
+            spans = [(start, min(start + SAMPLE, self.size)) for start in samples(self.size, count)]
+            with RemoteFile(self.store, self.key, self.given_up) as file:
+                file.fetch_ahead(spans)
+        elif self.version not in VERIFIED:
+            # Two servers may give the same ETag to different files; the head was fetched when it was opened.
+            head, etag = self.store.head(self.key)[0], self.version[1]
+            begins = hashlib.blake2b(head.tobytes(), digest_size=8).hexdigest()
+            return f"{self.size:,} bytes, ETag {printable(etag)[:_MOST_ETAG]}, beginning {begins}"
+        return super().fingerprint(count)
+
+    def open_file(self) -> BinaryIO:
+        return cast(BinaryIO, RemoteFile(self.store, self.key, self.given_up))
+
+    def peek(self, position: int, nbytes: int) -> bytes:
+        with RemoteFile(self.store, self.key, self.given_up) as file:
+            file.seek(position)
+            return file.read(nbytes) or b""
+
+    def check_unchanged(self) -> None:
+        """Does nothing: every range was requested with the ETag of the first answer."""
+
+    def fetch(self, start: int, out: np.ndarray, stopped: threading.Event) -> None:
+        """Fills `out` with the bytes of the object from `start` on."""
+        self.store.get(self.key, start, out, stopped)
+
+    def read_into(self, offset: int, *outs: np.ndarray) -> None:
+        targets = [out.reshape(-1).view(np.uint8) for out in outs if out.size]
+        total, start = sum(target.size for target in targets), self.base + offset
+        if start + total > self.size:
+            raise CheckpointError(
+                f"{self.path} is truncated: expected {total} bytes from byte {start}, found "
+                f"{max(self.size - start, 0)}. Upload it again."
+            )
+        missing: list[tuple[int, np.ndarray]] = []
+        position = start
+        for target in targets:
+            done = 0
+            while done < target.size:
+                count = self._from_ahead(position + done, target[done:])
+                if not count:
+                    break
+                done += count
+            if done < target.size:
+                missing.append((position + done, target[done:]))
+            position += target.size
+        if missing:
+            ranges = np.array([(begin, begin + rest.size) for begin, rest in missing], np.int64)
+            aheads = self._active()
+            alone = aheads[0].unforeseen(self, ranges) if aheads else ReadAhead([(self, ranges)], _ALONE)
+            with alone as ahead:
+                for begin, rest in missing:
+                    done = 0
+                    while done < rest.size:
+                        done += ahead.read_into(self, begin + done, rest[done:])
+        self.count(total)
+
+    def _from_ahead(self, position: int, out: np.ndarray) -> int:
+        for ahead in self._active():
+            with contextlib.suppress(Stopped):  # another reader's may end at any time
+                if count := ahead.read_into(self, position, out):
+                    return count
+        return 0
+
+    @contextlib.contextmanager
+    def borrowed(self, offset: int, most: int, unit: int) -> Generator[np.ndarray]:
+        found = np.empty(0, np.uint8)
+        position = self.base + offset
+        with contextlib.ExitStack() as lender:
+            for ahead in self._active() if position + most <= self.size else ():
+                with contextlib.suppress(Stopped):
+                    found = lender.enter_context(ahead.borrowed(self, position, most, unit))
+                if found.size:
+                    break
+            yield found
+        self.count(found.size)
+
+    def _active(self) -> list[ReadAhead]:
+        """Announced reads that have not ended."""
+        if self.given_up():
+            raise Stopped
+        return [ahead for ahead in self._aheads if not ahead.stopped]
+
+    def read_strided(self, place: Geometry, stored: DType, out: np.ndarray, steps: Steps, workspace: Workspace) -> None:
+        if self._aheads or not out.size or place.run(stored.itemsize) == out.size * stored.itemsize:
+            super().read_strided(place, stored, out, steps, workspace)
+            return
+        # Many rows, which must not be requested one after the other.
+        with reading_ahead([(self, ranges_of(place, stored.itemsize, GAP))], _ALONE):
+            super().read_strided(place, stored, out, steps, workspace)
+
+    def given_up(self) -> bool:
+        """Returns True if all readers that announced ranges have stopped."""
+        aheads = self._aheads
+        return bool(aheads) and all(ahead.stopped for ahead in aheads)
+
+    def _read_rows(self, place: Geometry, stored: DType, out: np.ndarray, steps: Steps, workspace: Workspace) -> None:
+        super()._read_rows(place, stored, out, steps, workspace)
+        span, stride = place.span(stored.itemsize, 1), place.strides[0]
+        if 0 < stride - span < GAP:  # fetched too, since separate requests would take longer
+            for row in range(len(out) - 1):
+                start = self.base + place.start + row * stride + span
+                for ahead in self._aheads:
+                    ahead.passed(self, start, start + stride - span)
+
+    def attach(self, ahead: ReadAhead) -> None:
+        with self._lock:
+            self._aheads = (*self._aheads, ahead)
+
+    def detach(self, ahead: ReadAhead) -> None:
+        with self._lock:
+            self._aheads = tuple(other for other in self._aheads if other is not ahead)
+
+
+def source_of(path: Location, *, base: int = 0) -> FileReader | RemoteReader:
+    """The bytes of a file or object, from `base` on."""
+    return RemoteReader(path, base=base) if isinstance(path, RemotePath) else FileReader(path, base=base)
+
+
+@contextlib.contextmanager
+def reading_ahead(wants: Sequence[tuple[ByteReader, np.ndarray]], limit: int = AHEAD) -> Generator[ReadAhead]:
+    """Within the block, announced ranges of remote readers are fetched before they are read.
+
+    Args:
+        wants: Readers, each with ranges of its tensors' bytes, in the order in which they will be read; readers that
+            are not remote are ignored.
+        limit: Limit of bytes in flight or waiting to be read.
+    """
+    remote = [(source, ranges + source.base) for source, ranges in wants if isinstance(source, RemoteReader)]
+    sources = dict.fromkeys(source for source, _ in remote)
+    with ReadAhead(remote, limit) as ahead:
+        for source in sources:
+            source.attach(ahead)
+        try:
+            yield ahead
+        finally:
+            for source in sources:
+                source.detach(ahead)
+
+
+def kvstore(folder: Location) -> dict[str, Any]:
+    """The specification of a key-value store of the files in a folder.
+
+    Raises:
+        CheckpointError: TensorStore has no driver for it, or none that accepts the given credentials.
+    """
+    if isinstance(folder, Path):
+        return {"driver": "file", "path": f"{folder.resolve()}/"}
+    store = folder.store
+    path = f"{folder.key}/" if folder.key else ""
+    options = {**store.options, **store.options.get("config", {})}
+    options = {str(name).lower().removeprefix("aws_"): value for name, value in options.items()}
+    kind = store.url.kind
+    if kind == "s3":
+        if "access_key_id" in options or "credential_provider" in options:
+            raise CheckpointError(
+                f"{folder}: Orbax checkpoints are read by TensorStore, which takes no keys from storage_options; set "
+                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile, in the environment"
+            )
+        spec: dict[str, Any] = {"driver": "s3", "bucket": store.url.root.partition("://")[2], "path": path}
+        endpoint = options.get("endpoint") or options.get("endpoint_url")
+        spec |= {"endpoint": endpoint} if endpoint else {}
+        region = options.get("region") or options.get("default_region")
+        spec |= {"aws_region": region} if region else {}
+        return spec | ({"aws_credentials": {"type": "anonymous"}} if options.get("skip_signature") else {})
+    if kind == "gs":
+        return {"driver": "gcs", "bucket": store.url.root.partition("://")[2], "path": path}
+    if kind in ("http", "https", "hf"):
+        base, headers = store.http()
+        root, mark, query = base.partition("?")
+        names = [f"{name}: {value}" for name, value in headers.items()]
+        url = f"{root.rstrip('/')}/{quoted(folder.key)}{mark}{query}"
+        return {"driver": "http", "base_url": url, "path": "/", "headers": names}
+    raise CheckpointError(
+        f"{folder}: TensorStore, which reads Orbax checkpoints, has no driver for Azure; copy it to a disk first"
+    )

@@ -13,8 +13,7 @@ import contextlib
 import dataclasses
 import os
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
@@ -27,28 +26,7 @@ from lazymodel._remote.url import Url, child, parse_url
 from lazymodel._remote.web import Web
 from lazymodel._show.text import listed
 
-_KEPT = 4096
 _OWN = ("client_options", "retry_config")  # `storage_options` of every kind of store
-
-
-class Blocks:
-    """Blocks by number, usable from any number of threads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._blocks: OrderedDict[int, np.ndarray] = OrderedDict()
-
-    def get(self, number: int) -> np.ndarray | None:
-        with self._lock:
-            if number in self._blocks:
-                self._blocks.move_to_end(number)
-            return self._blocks.get(number)
-
-    def add(self, number: int, blocks: Sequence[np.ndarray]) -> None:
-        with self._lock:
-            self._blocks.update(enumerate(blocks, number))
-            while len(self._blocks) > _KEPT:
-                self._blocks.popitem(last=False)
 
 
 _PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
@@ -134,7 +112,7 @@ class Store:
         self._objects: dict[str, Object] = {}
         self._folders: dict[str, tuple[dict[str, Object], set[str]]] = {}
         self._heads: dict[str, np.ndarray] = {}  # first bytes of objects that were opened
-        self.blocks: dict[str, Blocks] = {}  # and other blocks
+        self.blocks: dict[str, dict[int, np.ndarray]] = {}  # and others, by number
         self._pages: set[str] = {url.key} if url.folder and not self.lists else set()  # keys known not to be files
         self.retries = Retries(self.options.pop("retry_config", None))
         self._client: dict[str, Any] = dict(self.options.pop("client_options", None) or {})

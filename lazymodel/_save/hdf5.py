@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +127,7 @@ class _Sparse(io.RawIOBase):
     """A file in memory of which only what was written takes any."""
 
     def __init__(self) -> None:
-        self.pieces: dict[int, bytes] = {}
+        self.written: list[tuple[int, bytes]] = []  # where, and what, in the order of writing
         self._position = self.nbytes = 0
 
     def seek(self, offset: int, whence: int = 0) -> int:
@@ -138,8 +138,8 @@ class _Sparse(io.RawIOBase):
         return self._position
 
     def write(self, data: Any) -> int:
-        self.pieces[self._position] = bytes(data)
-        self._position += len(self.pieces[self._position])
+        self.written.append((self._position, bytes(data)))
+        self._position += len(data)
         self.nbytes = max(self.nbytes, self._position)
         return len(data)
 
@@ -170,12 +170,9 @@ def _file(name: str, tensors: Mapping[str, LazyTensor]) -> SavedFile:
                 ) from error
             if tensor.dtype == _BFLOAT16:
                 h5py.Dataset(dataset).attrs["dtype"] = "bfloat16"
-            if tensor.size:
-                placed.append((path, tensor, dataset.get_offset()))
-            else:
-                placed.append((path, tensor, 0))
+            placed.append((path, tensor, dataset.get_offset() if tensor.size else 0))
     placed.sort(key=lambda each: each[2])
-    return SavedFile(name, b"", tuple(placed), made.nbytes, tuple(_joined(made.pieces)))
+    return SavedFile(name, b"", tuple(placed), made.nbytes, tuple(made.written))
 
 
 def reserving_properties() -> Any:
@@ -187,15 +184,3 @@ def reserving_properties() -> Any:
     reserved.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     reserved.set_obj_track_times(False)  # the same bytes in every process
     return reserved
-
-
-def _joined(pieces: Mapping[int, bytes]) -> Sequence[tuple[int, bytes]]:
-    """Pieces of a file in order, those that touch as one."""
-    joined: list[tuple[int, bytearray]] = []
-    for start, piece in sorted(pieces.items()):
-        if joined and joined[-1][0] + len(joined[-1][1]) >= start:
-            first, content = joined[-1]
-            content[start - first : start - first + len(piece)] = piece
-        else:
-            joined.append((start, bytearray(piece)))
-    return [(start, bytes(content)) for start, content in joined]

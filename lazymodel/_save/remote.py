@@ -18,10 +18,11 @@ import itertools
 import math
 import os
 import re
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -31,10 +32,8 @@ from jax.sharding import PartitionSpec as P
 
 from lazymodel._devices.collective import CollectiveScope
 from lazymodel._errors import CheckpointError, LazyModelError, warn
-from lazymodel._remote.path import RemotePath
-from lazymodel._remote.reader import reading_ahead
-from lazymodel._remote.requests import Changed, Failure
-from lazymodel._remote.upload import Upload, arrived, delete, parts_of, read_whole, replace, version_of
+from lazymodel._remote.path import RemotePath, reading_ahead
+from lazymodel._remote.requests import Changed, Failure, Missing, apart, explained
 from lazymodel._save.destination import (
     INDEX,
     SINGLE,
@@ -49,7 +48,7 @@ from lazymodel._save.destination import (
 from lazymodel._save.write import any_remote, check_budget, chunks_of, complete, owned, packed
 from lazymodel._show.text import format_bytes, listed
 from lazymodel._tensors.boxes import Box, box_shape, fresh_view, geometry_of, strided, whole_box
-from lazymodel._tensors.buffers import Scratch, Workspace, assign, empty_aligned, parallel
+from lazymodel._tensors.buffers import Scratch, Workspace, assign, empty_aligned, parallel, start_thread
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.tensor_source import fill, required_ranges
 from lazymodel.checkpoints._safetensors import FLOAT4
@@ -486,3 +485,168 @@ class RemoteDestination:
             return read_whole(self._decides) == self._index()
         except CheckpointError:
             return True  # nobody knows, so nothing is removed
+
+
+PART = 8 << 20  # bytes of a part, unless that makes too many parts
+LEAST_PART = 5 << 20  # bytes; the minimum of S3, except for the last part
+_MOST_PARTS = 10_000  # of an upload; the limit of S3 and Google Cloud Storage
+_CONNECTIONS = 32  # limit of parts in transfer
+_MOST_SMALL = 256 << 20  # bytes of an object that is read whole: an index of some million tensors
+_DELETIONS = 16  # at a time
+_ABORT = 15.0  # seconds, at most, that an upload is waited for to be given up: a part that hangs takes longer
+
+
+class Parts(NamedTuple):
+    """How an object is uploaded: bytes of a part, and the number of parts in transfer at a time."""
+
+    nbytes: int
+    connections: int
+
+
+def parts_of(nbytes: int, memory: int) -> Parts | None:
+    """Plans the upload of an object of a size with so many bytes of memory. Returns None if the memory is too small."""
+    least = max(LEAST_PART, -(-nbytes // _MOST_PARTS))
+    size = max(least, min(PART, memory // _CONNECTIONS))
+    connections = min(memory // size - 1, _CONNECTIONS)  # and one part that is being filled
+    return Parts(size, connections) if connections >= 1 else None
+
+
+class Upload:
+    """An object that is sent in parts: visible once `complete` returns, and gone after `abort`.
+
+    Args:
+        path: Location of the object, in a store as `Store.open_for_parts` returns it.
+        check: Called while a call takes long; an error that it raises ends the waiting.
+    """
+
+    def __init__(self, store: tuple[Any, Any], path: RemotePath, parts: Parts, check: Callable[[], None]) -> None:
+        obstore, opened = store
+        self._writer: Any = obstore.open_writer(
+            opened, path.key, buffer_size=parts.nbytes, max_concurrency=parts.connections
+        )
+        self._check, self._calling = check, threading.Lock()
+
+    def write(self, chunk: np.ndarray) -> None:
+        """Sends a chunk, which is not longer than a part. Raises Failure if the store rejects it."""
+        self._call(self._writer.write, chunk)
+
+    def complete(self) -> None:
+        """Makes the object visible. Raises Failure if the store rejects it."""
+        self._call(self._writer.close)
+
+    def abort(self) -> None:
+        """Aborts an incomplete upload, at the store as well, as leaving a `with` block by an error does."""
+        if self._calling.acquire(timeout=_ABORT):
+            with contextlib.ExitStack() as stack:
+                stack.callback(self._calling.release)
+                if not self._writer.closed():
+                    arguments = self._writer.__exit__, Failure, Failure("saving was stopped"), None
+                    start_thread(_failure, "abort", *arguments).join(_ABORT)
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> None:
+        def call(_: threading.Event) -> Failure | None:
+            with self._calling:
+                return _failure(function, *arguments)
+
+        if (failure := apart(call, self._checked)) is not None:
+            raise failure
+
+    def _checked(self) -> bool:
+        self._check()
+        return False
+
+
+def _failure(function: Callable[..., Any], *arguments: Any) -> Failure | None:
+    """The failure of a function of obstore, if any, without the original error, which must not be shown."""
+    try:
+        function(*arguments)
+    except Exception as error:
+        failure = explained(error)
+        if isinstance(failure, Missing):
+            return Failure("there is no such bucket or container, or the upload was removed there")
+        return failure
+    return None
+
+
+Version: TypeAlias = "dict[str, str]"  # identity of an object among others of its name, as reported by the store
+
+
+def version_of(path: RemotePath) -> Version | None:
+    """The version of an object that is there now; None if there is none."""
+    found = _head(path)
+    return None if found is None else _version(found)
+
+
+def _head(path: RemotePath) -> dict[str, Any] | None:
+    try:
+        return path.store.ask(path.key, lambda obstore, store: obstore.head(store, path.key))
+    except Missing:
+        return None
+
+
+def _version(head: dict[str, Any]) -> Version:
+    return {name: head[name] for name in ("e_tag", "version") if head[name] is not None}
+
+
+def arrived(path: RemotePath, nbytes: int, old: Version | None) -> bool:
+    """Returns True if an object exists although the store did not confirm it: an answer may be lost, and a second
+    request to complete an upload is an error.
+    """
+    try:
+        found = _head(path)
+    except LazyModelError:
+        return False
+    return found is not None and found["size"] == nbytes and _version(found) != old
+
+
+def replace(path: RemotePath, content: bytes, old: Version | None) -> None:
+    """Replaces a small object, or creates it if `old` is None.
+
+    Raises:
+        Changed: The current object is not the old one.
+        CheckpointError: It cannot be written.
+    """
+    mode: Any = "create" if old is None else old
+    try:
+        path.store.ask(
+            path.key, lambda obstore, store: obstore.put(store, path.key, content, mode=mode), action="write"
+        )
+    except Missing:
+        raise CheckpointError(f"cannot write {path}: there is no such bucket or container") from None
+    except (Changed, CheckpointError):
+        # The write may have succeeded although its answer was lost.
+        if read_whole(path) != content:
+            raise
+
+
+def read_whole(path: RemotePath) -> bytes | None:
+    """Reads a small object as it is now, regardless of earlier reads. Returns None if there is none."""
+
+    def read(obstore: Any, store: Any) -> bytes:
+        content = bytearray()
+        for chunk in obstore.get(store, path.key).stream(min_chunk_size=1 << 20):
+            content += chunk
+            if len(content) > _MOST_SMALL:
+                raise Failure("it is larger than any index", False)
+        return bytes(content)
+
+    try:
+        return path.store.ask(path.key, read)
+    except Missing:
+        return None
+
+
+def delete(paths: Sequence[RemotePath]) -> list[str]:
+    """Deletes objects, which may be deleted already. Returns the messages of those that could not be deleted."""
+
+    def one(path: RemotePath) -> str | None:
+        try:
+            path.store.ask(path.key, lambda obstore, store: obstore.delete(store, path.key), action="delete")
+        except Missing:
+            pass
+        except CheckpointError as error:
+            return str(error)
+        return None
+
+    with parallel(one, paths, _DELETIONS, "delete") as failures:
+        return [failure for failure in failures if failure is not None]

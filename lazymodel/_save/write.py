@@ -21,7 +21,7 @@ import numpy as np
 
 from lazymodel._devices.collective import CollectiveScope
 from lazymodel._errors import LazyModelError
-from lazymodel._remote.reader import reading_ahead
+from lazymodel._remote.path import reading_ahead
 from lazymodel._save.destination import Destination, SavedFile
 from lazymodel._show.progress import Progress
 from lazymodel._show.text import format_bytes

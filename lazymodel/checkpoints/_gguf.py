@@ -21,8 +21,7 @@ import numpy as np
 
 from lazymodel._errors import CheckpointError
 from lazymodel._quantized.ggml import TYPES, TensorType, tensor_of
-from lazymodel._remote.path import Location, fetch_heads
-from lazymodel._remote.reader import source_of
+from lazymodel._remote.path import Location, fetch_heads, source_of
 from lazymodel._show.text import plural
 from lazymodel._tensors.byte_reader import ByteReader
 from lazymodel._tensors.lazy import LazyTensor

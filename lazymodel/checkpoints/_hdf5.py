@@ -30,8 +30,7 @@ import ml_dtypes
 import numpy as np
 
 from lazymodel._errors import CheckpointError
-from lazymodel._remote.path import Location, RemoteFile
-from lazymodel._remote.reader import RemoteReader, source_of
+from lazymodel._remote.path import Location, RemoteFile, RemoteReader, source_of
 from lazymodel._show.text import listed
 from lazymodel._tensors.boxes import Box, box_shape, intersect, shift, slabs
 from lazymodel._tensors.buffers import Steps, Workspace, assign

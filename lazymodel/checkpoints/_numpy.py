@@ -22,8 +22,7 @@ from typing import Any, cast
 import numpy as np
 
 from lazymodel._errors import CheckpointError
-from lazymodel._remote.path import Location, RemotePath, fetch_heads
-from lazymodel._remote.reader import source_of
+from lazymodel._remote.path import Location, RemotePath, fetch_heads, source_of
 from lazymodel._tensors.byte_reader import ByteReader
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.tensor_source import ArrayTensor, FileTensor

@@ -32,9 +32,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from lazymodel._errors import CheckpointError, warn
-from lazymodel._remote.path import Location, RemotePath
-from lazymodel._remote.reader import source_of
-from lazymodel._remote.tensorstore import kvstore
+from lazymodel._remote.path import Location, RemotePath, kvstore, source_of
 from lazymodel._show.text import listed
 from lazymodel._tensors.boxes import Box, box_shape, shift
 from lazymodel._tensors.buffers import Steps, Workspace, assign

@@ -26,8 +26,7 @@ import ml_dtypes
 import numpy as np
 
 from lazymodel._errors import CheckpointError, LazyModelError
-from lazymodel._remote.path import Location, fetch_heads
-from lazymodel._remote.reader import source_of
+from lazymodel._remote.path import Location, fetch_heads, source_of
 from lazymodel._show.text import LISTED, first_lines, listed, plural
 from lazymodel._tensors.buffers import Workspace
 from lazymodel._tensors.byte_reader import ByteReader

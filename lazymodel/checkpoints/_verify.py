@@ -25,8 +25,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from lazymodel._errors import CheckpointError, LazyModelError
-from lazymodel._remote.path import Location, RemotePath
-from lazymodel._remote.reader import reading_ahead, source_of
+from lazymodel._remote.path import Location, RemotePath, reading_ahead, source_of
 from lazymodel._show.text import first_lines, listed
 from lazymodel._tensors.buffers import parallel
 from lazymodel._tensors.byte_reader import VERIFIED, ByteReader

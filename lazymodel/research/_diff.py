@@ -17,7 +17,7 @@ import numpy as np
 from lazymodel._abstract.framework import ModelSpec
 from lazymodel._errors import LazyModelError
 from lazymodel._mapping.match import described, given_tensors
-from lazymodel._remote.reader import reading_ahead
+from lazymodel._remote.path import reading_ahead
 from lazymodel._show.progress import Progress, ProgressTo, progress_for
 from lazymodel._show.table import Column, Report, Table, plain, shape_text
 from lazymodel._show.text import first_lines, folded_names, plural
