@@ -112,25 +112,16 @@ _PATTERNS = {
 }
 
 
-_COLUMNS, _CHANNELS = "split by columns: each device computes its own", "each device computes its own channels"
-_EXPERTS, _WHOLE_HEADS = "each device has whole experts", "each device computes whole heads"
+# The advantage of splitting a dimension of this label.
 _WHY = {
-    "output_head": "each device computes its own logits",
-    "embedding": "each device looks up its own tokens",
-    "lookup_table": "each device has a part of the result of each of many lookups",
-    "expert_down": _EXPERTS,
-    "expert_up": _EXPERTS,
-    "depthwise_convolution": _CHANNELS,
-    "convolution": _CHANNELS,
-    "block_diagonal": "each device computes its own blocks",
-    "state_space": _CHANNELS,
-    "latent_down": "split by rows: the sums are narrow",
-    "latent_up": _COLUMNS,
-    "fused_query_key_value": _WHOLE_HEADS,
-    "query_key_value": _WHOLE_HEADS,
-    "attention_output": "each device has whole heads as input",
-    "mlp_up": "split by columns: no communication before the next layer",
-    "mlp_down": "split by rows: its input is the columns of the layer before, on the same device",
+    "vocabulary": "each device has its own part of the vocabulary",
+    "features": "each device has a part of the result of each lookup",
+    "experts": "each device has whole experts",
+    "heads": "each device has whole heads",
+    "blocks": "each device has whole blocks",
+    "channels": "each device computes its own channels",
+    "out": "split by columns: no communication before the next layer",
+    "in": "split by rows: its input is the columns of the layer before, on the same device",
 }
 # Role | numbers of dimensions | labels | tensor | fsdp | within.
 # `lookup_table` and `block_diagonal` are found by shapes. The gates of `recurrent` are side by side, so columns would
@@ -183,7 +174,7 @@ def _role(row: str) -> Role:
         turns=labels.endswith(", turns"),
         tensor=first,
         fsdp=stored or first[::-1],
-        why=_WHY.get(name, ""),
+        why=_WHY[first[0]] if first else "",
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import lazymodel as lm
@@ -320,35 +321,24 @@ def test_reinitialize_multiplies_the_models_own_values_bit_for_bit(mesh8: Any) -
     assert not same.factors and set(same.multipliers("sgd").values()) == {1.0}
 
 
-def test_reinitialize_refuses_another_model() -> None:
-    base, wide = both(mlp)
-    scheme = lm.mup(base, wide)
-    with pytest.raises(lm.LazyModelError, match=r"'first/bias' has shape \(256,\); in init it is of shape \(64,\)"):
-        base.reinitialize(scheme)
-    with pytest.raises(lm.LazyModelError, match="takes no initializer or key"):
-        wide.reinitialize(scheme, key=0)
-
-
-def test_builds_that_do_not_belong_together() -> None:
-    small, _ = both(mlp)
-    other = build(lambda width: {"first/kernel": (8, width)}, 64)
-    with pytest.raises(lm.LazyModelError, match="base model has no variable like 'first/bias'"):
-        lm.mup(other, small)
-    with pytest.raises(lm.LazyModelError, match=r"no variable like the base's 'first/bias'"):
-        lm.mup(small, other)
-    with pytest.raises(lm.LazyModelError, match="compares abstract models, of build_abstract; model is a dict"):
-        lm.mup(small, {})
-    cubed = build(lambda width: {"first/kernel": (8, width, 1)}, 64)
-    with pytest.raises(lm.LazyModelError, match="variables with the same number of dimensions"):
-        lm.mup(other, cubed)
-
-
-def test_initial_values_that_nothing_is_known_of() -> None:
-    def gamma(key: Any, shape: Any, dtype: Any) -> Any:
-        return jax.random.gamma(key, 2.0, shape, dtype)
-
-    with pytest.raises(lm.LazyModelError, match=r"'up/kernel': the standard deviation .* cannot be inferred .*gamma"):
-        lm.mup(*both(lambda width: {"up/kernel": (width, width)}, initializer=gamma))
+def test_models_that_do_not_belong_together_are_refused() -> None:
+    small, wide = both(mlp)
+    scheme = lm.mup(small, wide)
+    other, cubed = (build(lambda width, rest=rest: {"first/kernel": (8, width, *rest)}, 64) for rest in ((), (1,)))
+    unknown = both(
+        lambda width: {"up/kernel": (width, width)}, initializer=lambda *args: jax.random.gamma(args[0], 2.0, *args[1:])
+    )
+    for call, message in (
+        (lambda: small.reinitialize(scheme), r"'first/bias' has shape \(256,\); in init it is of shape \(64,\)"),
+        (lambda: wide.reinitialize(scheme, key=0), "takes no initializer or key"),
+        (lambda: lm.mup(other, small), "base model has no variable like 'first/bias'"),
+        (lambda: lm.mup(small, other), "no variable like the base's 'first/bias'"),
+        (lambda: lm.mup(small, {}), "compares abstract models, .* model is a dict"),
+        (lambda: lm.mup(other, cubed), "the same number of dimensions"),
+        (lambda: lm.mup(*unknown), "'up/kernel': the standard deviation .* cannot be inferred"),
+    ):
+        with pytest.raises(lm.LazyModelError, match=message):
+            call()
 
 
 def test_what_is_printed() -> None:
@@ -368,3 +358,66 @@ def expectation(scheme: lm.Mup, path: str) -> tuple[Any, ...]:
 
 def expect(scheme: lm.Mup, table: Mapping[str, Any]) -> None:
     assert {path: expectation(scheme, path) for path in scheme} == dict(table)
+
+
+# Learning rates -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def builds() -> Any:
+    def init(key: jax.Array, width: int) -> Any:
+        return {
+            "up": {"kernel": I.lecun_normal()(key, (8, width))},
+            "down": {"kernel": I.lecun_normal()(key, (width, 2))},
+        }
+
+    return [lm.build_abstract(init, jax.random.key(0), width) for width in (16, 64)]
+
+
+def updates(tx: Any, params: Any, size: float = 1.0) -> dict[str, float]:
+    given = jax.tree.map(lambda value: jnp.full_like(value, size), params)
+    found, _ = tx.update(given, tx.init(params), params)
+    return {name: round(float(layer["kernel"].min()), 4) for name, layer in found.items()}
+
+
+def test_each_rule_is_told_from_what_the_optimizer_does(builds: Any) -> None:
+    scheme, params = lm.mup(*builds), builds[1].materialize()
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(0.0, 1.0, 5)))
+    for tx in (optax.adam(1.0), optax.lion(1.0), clipped):
+        own, found = updates(tx, params), updates(scheme.optimizer(tx), params)
+        assert found == pytest.approx({"up": own["up"], "down": own["down"] / 4}, abs=1e-4)
+    assert updates(scheme.optimizer(optax.sgd(1.0, momentum=0.9)), params) == {"up": -4, "down": -0.25}
+    assert updates(scheme.optimizer(optax.adam(1.0), rule="sgd"), params) == {"up": -4, "down": -0.25}
+    rooted = optax.stateless(lambda updates, params: jax.tree.map(jnp.sqrt, updates))
+    others = (optax.lamb(1.0), optax.lars(1.0), optax.contrib.muon(1.0), optax.adafactor(1.0), optax.novograd(1.0))
+    for tx in (rooted, *others):
+        with pytest.raises(lm.LazyModelError, match=r'pass rule="adam" or rule="sgd"'):
+            scheme.optimizer(tx)
+    adams = [
+        optax.adafactor(1.0, multiply_by_parameter_scale=False),
+        optax.radam(1.0),
+        optax.rmsprop(1.0, momentum=0.9),
+    ]
+    adams += [optax.MultiSteps(optax.adam(1.0), 2).gradient_transformation(), optax.adamw(1.0, weight_decay=0.1)]
+    for tx in adams:
+        scheme.optimizer(tx)  # as Adam; RAdam begins as SGD
+    with pytest.raises(lm.LazyModelError, match="takes an Optax gradient transformation; got 3"):
+        scheme.optimizer(3)
+    with pytest.raises(lm.LazyModelError, match="a rule is 'adam' or 'sgd'; got 'lion'"):
+        scheme.multipliers("lion")  # pyright: ignore[reportArgumentType]
+
+
+def test_its_state_is_the_optimizers_own(builds: Any) -> None:
+    scheme, tx = lm.mup(*builds), optax.adamw(1e-2)
+    stated = builds[1].reinitialize(scheme).with_optimizer(scheme.optimizer(tx))
+    assert list(stated) == list(builds[1].with_optimizer(tx))
+    params, state = stated.materialize()
+    found, _ = jax.jit(scheme.optimizer(tx).update)(params, state, params)
+    assert jax.tree.structure(found) == jax.tree.structure(params)
+
+
+def test_an_array_that_is_no_variable_is_refused(builds: Any) -> None:
+    tx = lm.mup(*builds).optimizer(optax.adam(1.0))
+    params = {"up": {"kernal": np.ones((8, 64), "float32")}}
+    with pytest.raises(lm.LazyModelError, match="an array at 'up/kernal', .* closest: 'up/kernel'"):
+        tx.update(params, tx.init(params), params)

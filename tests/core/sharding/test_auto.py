@@ -428,38 +428,31 @@ def test_usual_names(names: tuple[str | None, ...], role: str, expected: str) ->
 
 
 def test_names_come_before_paths_and_shapes() -> None:
-    shapes = {"a/kernel": (256, 64), "b/kernel": (64, 256), "layers/c": (4, 64, 16, 8), "d": (64, 4, 64)}
-    names = {
-        "a/kernel": ("embed", "mlp"),
-        "b/kernel": ("one", "two"),  # nothing known
-        "layers/c": ("layers", "embed", "heads", "kv"),
-        "d": ("embed", "layers", "mlp"),
+    table = {
+        "a/kernel": ((256, 64), P("data", "model")),
+        "b/kernel": ((64, 256), P("data", "model")),
+        "layers/c": ((4, 64, 16, 8), P(None, "data", "model")),
+        "d": ((64, 4, 64), P("data", None, "model")),
     }
-    assert specs(shapes, mesh(data=2, model=4), names=names) == {
-        "a/kernel": P("data", "model"),
-        "b/kernel": P("data", "model"),
-        "layers/c": P(None, "data", "model"),
-        "d": P("data", None, "model"),
-    }
+    known = (("embed", "mlp"), ("one", "two"), ("layers", "embed", "heads", "kv"), ("embed", "layers", "mlp"))
+    names = dict(zip(table, known, strict=True))
+    expect(table, mesh(data=2, model=4), names=names)
+    shapes = {path: shape for path, (shape, _) in table.items()}
     reasons = {path: each.reason for path, each in placed(shapes, mesh(model=4), names=names).items()}
     assert reasons["a/kernel"].told_from == "axis names ('embed', 'mlp'), which the model gives"
     assert reasons["b/kernel"].told_from == "its shape, which does not narrow"
 
 
 def test_mesh_axes_that_the_model_names_are_followed() -> None:
-    shapes = {"q/w": (8, 64, 16), "experts": (8, 64, 32), "norm/w": (64,), "odd/kernel": (6, 64)}
-    names = {
-        "q/w": ("tp", "fsdp", None),
-        "experts": ("fsdp", None, "tp"),
-        "norm/w": ("tp",),
-        "odd/kernel": ("tp", "fsdp"),
+    table = {
+        "q/w": ((8, 64, 16), P("tp", "fsdp")),
+        "experts": ((8, 64, 32), P("fsdp", None, "tp")),
+        "norm/w": ((64,), P()),  # a small vector
+        "odd/kernel": ((6, 64), P(None, "fsdp")),
     }
-    assert specs(shapes, mesh(fsdp=2, tp=4), names=names) == {
-        "q/w": P("tp", "fsdp"),
-        "experts": P("fsdp", None, "tp"),
-        "norm/w": P(),  # a small vector
-        "odd/kernel": P(None, "fsdp"),
-    }
+    known = (("tp", "fsdp", None), ("fsdp", None, "tp"), ("tp",), ("tp", "fsdp"))
+    names, shapes = dict(zip(table, known, strict=True)), {path: shape for path, (shape, _) in table.items()}
+    expect(table, mesh(fsdp=2, tp=4), names=names)
     # A mesh whose axes are called otherwise: what they serve for counts.
     assert specs(shapes, mesh(data=2, model=4), names=names)["q/w"] == P("model", "data")
     assert specs(shapes, mesh(data=2, model=4), lm.auto(fsdp=()), names=names)["q/w"] == P("model")
@@ -527,25 +520,13 @@ def test_names_of_named_arrays() -> None:
         }
 
     model = lm.build_abstract(build, jax.random.key(0))
-    by_name = {path.split("/")[0]: variable for path, variable in model.items()}
-    assert {name: variable.logical_axes for name, variable in by_name.items()} == {
-        "w": ("layers", "heads", "head_size", "embed"),
-        "b": ("layers", "mlp"),
-        "p": (None, "embedding", "neurons"),
-        "x": None,
-    }
     sharded = model.shard(mesh(data=2, model=4), lm.auto(), large=1024)
-    specs = {path.split("/")[0]: variable.spec for path, variable in sharded.items()}
-    assert specs == {
-        "w": P(None, "model", None, "data"),
-        "b": P(None, ("model", "data")),
-        "p": P(None, "data", "model"),
-        "x": P(),
+    assert {path.split("/")[0]: (variable.logical_axes, variable.spec) for path, variable in sharded.items()} == {
+        "w": (("layers", "heads", "head_size", "embed"), P(None, "model", None, "data")),
+        "b": (("layers", "mlp"), P(None, ("model", "data"))),
+        "p": ((None, "embedding", "neurons"), P(None, "data", "model")),
+        "x": (None, P()),
     }
     logical = model.shard(mesh(data=2, model=4), [("heads", "model"), ("embed", None), ("neurons", "data")])
-    assert [variable.spec for variable in logical.values()] == [
-        P(),
-        P(None, None, "data"),
-        P(None, "model", None, None),
-        P(),
-    ]
+    expected = {P(), P(None, None, "data"), P(None, "model", None, None)}
+    assert {variable.spec for variable in logical.values()} == expected
