@@ -164,15 +164,12 @@ class Traffic:
             arriving += np.maximum(held - own, 0) * itemsize
         return {"read": self._way(plain, np.zeros(hosts)), "exchange": self._way(parts, arriving)}
 
-    def read_nbytes(self, process: int, nbytes: int) -> int:
-        """Bytes that a process reads in the chosen way; `nbytes` is what it would read without exchanging."""
-        for path, partition in self.exchanged.items():
-            tensor, processes, _ = self._tensors[path]
-            hosts = int(processes.max()) + 1
-            before = _distinct(self._shardings[path], tuple(tensor.shape), processes, hosts)[process]
-            after = np.bincount(processes.ravel(), partition.own_elements(), hosts)[process]
-            nbytes += int((int(after) - int(before)) * stored_itemsize(tensor.source))
-        return nbytes
+    def share_nbytes(self, path: str) -> np.ndarray | None:
+        """Bytes of an exchanged variable that each host reads; None if it is not exchanged."""
+        if (partition := self.exchanged.get(path)) is None:
+            return None
+        tensor, processes, _ = self._tensors[path]
+        return np.bincount(processes.ravel(), partition.own_elements()) * float(stored_itemsize(tensor.source))
 
     def _way(self, read: np.ndarray, exchanged: np.ndarray) -> Way:
         seconds: float | None = 0.0

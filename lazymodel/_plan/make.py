@@ -334,7 +334,7 @@ def _make_hosts(
     for device, signature in placement.devices.items():
         if not isinstance(device, int):
             by_process.setdefault(device.process_index, collections.Counter())[signature] += 1
-    read, distinct = _read(model, choice, placement)
+    read, distinct = _read(model, choice, placement, traffic)
     # Each process has NumPy arrays of its own.
     on_host = sum(variable.nbytes for variable in model.values() if stays_on_host(variable))
     kept = placement.held(offloaded)
@@ -354,8 +354,7 @@ def _make_hosts(
         peak = (peak if on_cpu else staging + away) + on_host
         in_use = sum(kept[signature] * count for signature, count in signatures.items())
         peak = max(peak, in_use + on_host + (resident if on_cpu else 0))
-        reads = traffic.read_nbytes(process, read[process])
-        hosts.append(HostPlan(process, signatures.total(), resident, reads, staging, peak, in_use))
+        hosts.append(HostPlan(process, signatures.total(), resident, read[process], staging, peak, in_use))
     return tuple(hosts)
 
 
@@ -388,7 +387,7 @@ def _offloaded_to(
 
 
 def _read(
-    model: ModelSpec, choice: LoadPlan, placement: Placement
+    model: ModelSpec, choice: LoadPlan, placement: Placement, traffic: Traffic
 ) -> tuple[collections.Counter[int], dict[tuple[int, str], int]]:
     """Bytes that each process reads, and bytes of the distinct shards of its variables that are not computed."""
     counts = functools.cache(_distinct_shards)  # many variables have the same shape and sharding
@@ -400,8 +399,9 @@ def _read(
             if not stays_on_host(variable):
                 distinct[process, path] = count * variable.shard_nbytes
             if isinstance(source, LazyTensor):
-                elements = math.prod(sharding.shard_shape(tuple(source.shape)))
-                read[process] += int(count * elements * stored_itemsize(source.source))
+                share, elements = traffic.share_nbytes(path), math.prod(sharding.shard_shape(tuple(source.shape)))
+                nbytes = count * elements * stored_itemsize(source.source)
+                read[process] += int(nbytes if share is None else share[process])
     return read, distinct
 
 

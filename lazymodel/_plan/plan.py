@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ from lazymodel._devices.hardware import GENERATIONS, GPUS, CompiledMemory, devic
 from lazymodel._errors import DoesNotFitError, LazyModelError
 from lazymodel._plan.fleet import Way
 from lazymodel._plan.what_if import ACTIVATIONS, OPTIMIZER, PARAMETERS
-from lazymodel._show.page import Bars, Grid, Lines, Section, Text, Treemap, save_page
+from lazymodel._show.page import Bars, Grid, Lines, Section, Text, Treemap
 from lazymodel._show.table import ACTIONS, Column, Report, Table, Tabled, placed_text, plain, shape_text, spec_text
 from lazymodel._show.text import PALETTE, empty_figure, finished_figure, format_bytes, parse_bytes, plural
 
@@ -300,20 +299,6 @@ class MemoryPlan(Report):
             axes.legend(fontsize=7, frameon=False)
             axes.set_ylim(0, None)
         return finished_figure(figure, self.name, path)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as a page: one HTML file that works offline; needs plotly.
-
-        It shows what a device holds in use and while materializing, modules by size, and every variable, with its
-        sharding drawn on the mesh and the reason for it; variables can be filtered by path.
-
-        Raises:
-            LazyModelError: plotly is not installed, or the file cannot be written.
-
-        Example:
-            >>> sharded.plan().save("plan.html")
-        """
-        save_page(path, f"{self.name}: memory plan", self.sections())
 
     def charts(self) -> list[Section]:
         """Sections of its page between the summary and the table."""

@@ -237,6 +237,9 @@ class Report(Tabled):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it as a page: one HTML file that works offline; needs plotly.
 
+        A plan's page shows what a device holds, modules by size, and every variable, with its sharding drawn on the
+        mesh and the reason for it; variables can be filtered by path.
+
         Raises:
             LazyModelError: plotly is not installed, or the file cannot be written.
         """

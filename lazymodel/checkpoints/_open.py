@@ -23,7 +23,7 @@ from lazymodel._remote.hugging_face import cached_commit, cached_snapshot, is_of
 from lazymodel._remote.path import Location, RemotePath
 from lazymodel._remote.requests import Unavailable
 from lazymodel._remote.url import is_url
-from lazymodel._show.page import Bars, Grid, Section, Text, Treemap, save_page
+from lazymodel._show.page import Bars, Grid, Section, Text, Treemap
 from lazymodel._show.table import Column, Report, Table, plain, shape_text
 from lazymodel._show.text import first_lines, format_bytes, plural, printable
 from lazymodel.checkpoints._checkpoint import Checkpoint, DecodedCheckpoint, decoded, newest_step, place_of
@@ -461,14 +461,6 @@ class CheckpointSummary(Report):
         sections += [self._tensor_table().grid("Tensors"), self.table().grid("Files")]
         metadata = [(key, str(value)) for key, value in self.metadata.items()]
         return [*sections, *([Grid("Metadata", ("key", "value"), metadata)] if metadata else [])]
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the summary as a page: one HTML file that needs no network; needs plotly.
-
-        Raises:
-            LazyModelError: plotly is not installed, or the file cannot be written.
-        """
-        save_page(path, f"{self.path}: checkpoint", self.sections())
 
     def _line(self) -> str:
         size = f"{format_bytes(self.nbytes)} in {plural(len(self.files), 'file')}"

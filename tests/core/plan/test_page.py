@@ -200,7 +200,7 @@ def open_page(browser, tmp_path):
 def test_it_is_drawn_filtered_sorted_and_zoomed(open_page, tmp_path):
     plan_of(5).save(tmp_path / "plan.html")
     opened = open_page((tmp_path / "plan.html").read_text())
-    assert opened.title() == "init: memory plan"
+    assert opened.title().startswith("init: plan for 16 variables")
     assert opened.locator(".chart .main-svg").count() >= 3
     assert opened.locator(".chart").nth(0).bounding_box()["height"] > 100
     variables = opened.get_by_role("region", name="Variables").last

@@ -1,7 +1,5 @@
 """The smallest slice on which a model fits."""
 
-import importlib.util
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -30,16 +28,6 @@ def test_what_is_no_device_is_refused() -> None:
     for name in (8, None):
         with pytest.raises(lm.LazyModelError, match=f"a TPU generation or a GPU, such as 'v5e' or 'H100'; got {name}"):
             lm.smallest_topology(_model(), name, _RULES)  # pyright: ignore[reportArgumentType]
-
-
-def test_without_libtpu_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "libtpu" else find(name, *rest)
-    )
-    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
-    with pytest.raises(lm.LazyModelError, match=r'pip install "lazymodel\[tpu\]", or pass compile=None'):
-        lm.smallest_topology(_model(), "v5e", _RULES)
 
 
 def test_the_smallest_by_arithmetic() -> None:

@@ -211,11 +211,7 @@ def test_what_a_function_leaves_unused_is_on_the_device_all_the_same(mesh8: Mesh
     assert plan.parts["activations"] >= 2 * x.size * 4
 
 
-def test_comparing_and_searching() -> None:
-    found = lm.compare_plans(
-        {"own": model(optax.adam(1e-3)).plan(), "stated": model().plan(what_if=lm.WhatIf(optimizer="adam"))}
-    )
-    assert found.to_dict()["own"]["used_nbytes"] == found.to_dict()["stated"]["used_nbytes"] + 4
+def test_searching() -> None:
     big = lm.build_abstract(lambda key: jax.random.normal(key, (4096, 65536 * 4)), jax.random.key(0))
     rules = {".*": P("model")}
     alone = lm.smallest_topology(big, "v5e", rules, compile=None).smallest
