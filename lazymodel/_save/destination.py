@@ -31,7 +31,7 @@ from lazymodel.checkpoints._checkpoint import newest_step
 from lazymodel.checkpoints._open import staging_folder, weight_files
 from lazymodel.checkpoints._orbax import find_item
 from lazymodel.checkpoints._safetensors import DTYPES, FLOAT4, MAX_HEADER, SAVE_KEY, is_numbered, open_loose
-from lazymodel.checkpoints._untrusted import read_json_file, shard_path, weight_map
+from lazymodel.checkpoints._untrusted import indexed_shards
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -286,9 +286,8 @@ def is_there(path: Location) -> bool:
 def listed_shards(index: Location) -> list[str]:
     """Names of the shards that an index lists in its own folder; none where it cannot be read."""
     try:
-        shards = dict.fromkeys(weight_map(read_json_file(index), index).values())
-        return [shard for shard in shards if shard_path(index, shard).parent == index.parent]
-    except (LazyModelError, TypeError):  # whose checkpoint cannot be opened
+        return [shard.name for shard in indexed_shards(index) if shard.parent == index.parent]
+    except LazyModelError:  # whose checkpoint cannot be opened
         return []
 
 

@@ -1,12 +1,10 @@
 """HDF5 weights: read in place where possible, through h5py where not, and refused where they point elsewhere."""
 
-import ctypes
 import json
 import sys
 import tracemalloc
 import zipfile
 import zlib
-from pathlib import Path
 
 import h5py
 import jax.numpy as jnp
@@ -148,30 +146,8 @@ def test_chunks_go_to_devices_within_the_ceiling_of_host_memory(path, mesh8):
 
     np.testing.assert_array_equal(load("w", 3 << 20), array)
     np.testing.assert_array_equal(load("whole", 64 << 20), array)
-    with pytest.raises(lm.CheckpointError, match=r"'whole' from tensor .*its chunks are that large"):
+    with pytest.raises(lm.CheckpointError, match=r"'whole' from tensor .* takes 4\.00 MiB"):
         load("whole", 3 << 20)
-
-
-@pytest.mark.parametrize("filters", ["shuffle", "deflate", "shuffle deflate", "deflate fletcher32", "fletcher32"])
-def test_unfiltered_chunks_at_the_edge_of_a_filtered_dataset(path, filters):
-    """H5Pset_chunk_opts, which h5py does not offer: chunks that reach over the edge are stored as they are."""
-    maps = Path("/proc/self/maps")
-    lines = maps.read_text().splitlines() if maps.exists() else []
-    library = next((line.split()[-1] for line in lines if "libhdf5" in line and "libhdf5_hl" not in line), None)
-    if library is None:
-        pytest.skip("cannot find the HDF5 library that h5py uses")
-    set_chunk_opts = ctypes.CDLL(library).H5Pset_chunk_opts
-    set_chunk_opts.argtypes = [ctypes.c_int64, ctypes.c_uint]
-    array = numbers((10, 7))
-    with h5py.File(path, "w", libver="latest") as file:
-        plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        plist.set_chunk((4, 4))
-        for name in filters.split():
-            getattr(plist, f"set_{name}")(*((4,) if name == "deflate" else ()))
-        assert set_chunk_opts(plist.id, 2) == 0
-        space = h5py.h5s.create_simple(array.shape)
-        h5py.h5d.create(file.id, b"w", h5py.h5t.IEEE_F32LE, space, plist).write(h5py.h5s.ALL, h5py.h5s.ALL, array)
-    np.testing.assert_array_equal(lm.open_checkpoint(path)["w"].read(), array)
 
 
 def test_what_was_never_written_is_the_fill_value_or_refused(path):
@@ -316,13 +292,6 @@ def sharded(folder, weight_map=None):
     }
     (folder / "model.weights.json").write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": shards}))
     return {"layers/dense/vars/0": one, "layers/dense/vars/1": two, "vars/0": two + 1}
-
-
-def test_a_shard_without_what_the_index_says(tmp_path):
-    sharded(tmp_path, {"/layers/dense/vars": "absent.weights.h5"})
-    refused(tmp_path, r"absent\.weights\.h5: expected 1 group .*, found no such file")
-    sharded(tmp_path, {"/layers/other/vars": "model_00000.weights.h5"})
-    refused(tmp_path, r"model_00000\.weights\.h5: is missing 1 group \('layers/other/vars'\)")
 
 
 def test_sharded_archive(tmp_path):

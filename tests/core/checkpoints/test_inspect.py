@@ -146,11 +146,6 @@ def test_tensors_that_the_index_does_not_mention(folder):
     assert [problem["message"].split(";")[0] for problem in found["problems"]] == [message]
 
 
-def test_one_shard_under_two_names(folder):
-    write_index(folder, {"a": shard(1), "b": f"./{shard(1)}"})
-    assert problems(folder) == []
-
-
 def test_thousands_of_lost_tensors_are_one_problem(folder):
     write_index(folder, {f"layer.{i}": shard(1) for i in range(5000)})
     lacks, _ = problems(folder)

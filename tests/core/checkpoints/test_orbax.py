@@ -318,20 +318,6 @@ def test_a_stream_leaves_no_chunk_behind(chunks, mesh8, finished):
     assert decoded() - before == 2
 
 
-def test_steps_are_looked_for_once(tmp_path):
-    """A step is no root of further steps, however deep someone nests them."""
-    folder = tmp_path
-    for _ in range(300):
-        folder = folder / "1"
-    folder.mkdir(parents=True)
-    place = tmp_path
-    for _ in range(300):
-        place = place / "1"
-        (place / "x").mkdir()
-        (place / "x" / "_METADATA").write_text("{}")
-    refused(tmp_path, "_METADATA: expected a 'tree_metadata' object")
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_any_box_of_any_chunking(tmp_path_factory, data):

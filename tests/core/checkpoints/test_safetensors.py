@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import lazymodel as lm
 from lazymodel.checkpoints import SafetensorsFile
-from tests.command import inspected, problems
+from tests.command import problems
 from tests.core.checkpoints._formats import refused
 from tests.small import read_within
 
@@ -76,13 +76,6 @@ def test_4_bit_values_by_hand(tmp_path):
     np.testing.assert_array_equal(tensor.T[1:3].astype(ml_dtypes.bfloat16).read(), np.transpose(expected)[1:3])
 
 
-def test_an_odd_number_of_4_bit_values_is_refused(tmp_path):
-    """As the reference implementation does."""
-    for shape in ((3, 5), (7,), ()):
-        nbytes = (int(np.prod(shape)) + 1) // 2
-        refused(write(tmp_path / "m.safetensors", {"w": entry(shape, (0, nbytes), "F4")}, bytes(nbytes)), "'w'")
-
-
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_slices_of_4_bit_values_read_their_bytes_only(tmp_path_factory, data):
@@ -111,31 +104,6 @@ def test_4_bit_values_are_unpacked_within_little_memory(tmp_path):
 
 
 # Files ----------------------------------------------------------------------------------------------------------------
-
-
-def test_files_of_the_reference_implementation(tmp_path):
-    numpy = pytest.importorskip("safetensors.numpy")
-    tensors = {
-        "b": np.arange(6, dtype=np.float16).reshape(2, 3),
-        "a": np.arange(5, dtype=np.int64),
-        "scalar": np.array(3.5, np.float32),
-        "empty": np.zeros((0, 4), np.float32),
-        "bf16": np.arange(4).astype(ml_dtypes.bfloat16),
-    }
-    numpy.save_file(tensors, tmp_path / "m.safetensors", metadata={"format": "np"})
-    with SafetensorsFile(tmp_path / "m.safetensors") as file:
-        assert set(file) == set(file.keys()) == set(tensors)
-        assert file.metadata == {"format": "np"}
-        assert file.bytes_read == 0
-        for name, array in tensors.items():
-            assert (file[name].name, file[name].shape) == (name, array.shape)
-            assert file[name].offset == (tmp_path / "m.safetensors").stat().st_size - sum(
-                tensors[other].nbytes for other in list(file)[list(file).index(name) :]
-            )
-            np.testing.assert_array_equal(file[name].read(), array)
-        assert file.bytes_read == sum(array.nbytes for array in tensors.values())
-        with pytest.raises(KeyError, match="absent"):
-            file["absent"]
 
 
 COUNT = 20_000
@@ -172,17 +140,6 @@ def test_tensors_are_made_on_access_only(tmp_path, made):
     assert made == []
     assert checkpoint["5"].offset == checkpoint["0"].offset + 5
     assert len(made) == 2
-
-
-def test_inspecting_makes_no_tensor(tmp_path, made):
-    files = {}
-    for shard in "ab":
-        many(tmp_path, COUNT // 2, shard, shard)
-        files |= {f"{shard}{i}": f"{shard}.safetensors" for i in range(COUNT // 2)}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}, indent=2))
-    found = inspected(tmp_path)
-    assert len(found["tensors"]) == found["nbytes"] == lm.open_checkpoint(tmp_path).nbytes == COUNT
-    assert made == found["problems"] == []
 
 
 # Headers --------------------------------------------------------------------------------------------------------------
@@ -381,18 +338,6 @@ def test_an_index_says_which_tensors_count(tmp_path, opened):
         names = [os.path.basename(file) for file in checkpoint.files]
         assert names == ["model-00001.safetensors", "model-00002.safetensors"]
         assert checkpoint.bytes_read == one.nbytes + two.nbytes
-
-
-@pytest.mark.parametrize(
-    ("weight_map", "message"),
-    [
-        ({"a": "model-00002.safetensors"}, r"model-00002\.safetensors: is missing 1 tensor \('a'\)"),
-        ({"a": "absent.safetensors", "w": "gone.safetensors"}, r"absent.*expected(.|\n)*gone.*expected"),
-    ],
-)
-def test_an_index_that_is_wrong(tmp_path, weight_map, message):
-    folder_of(tmp_path, weight_map)
-    refused(tmp_path, message)
 
 
 def test_symbolic_links_may_not_leave_the_folder_except_into_a_cache_s_blobs(tmp_path):
