@@ -19,7 +19,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import h5py
 import keras
@@ -37,7 +37,14 @@ from lazymodel.checkpoints import SafetensorsFile
 from lazymodel.checkpoints._checkpoint import CONFIG, DecodedCheckpoint, read_config
 from lazymodel.checkpoints._hdf5 import H5File
 from lazymodel.checkpoints._open import content_files, open_located
-from lazymodel.checkpoints._untrusted import member_start, read_json_file, require_shards, shard_path, weight_map
+from lazymodel.checkpoints._untrusted import (
+    indexed_shards,
+    member_start,
+    read_json_file,
+    require_shards,
+    shard_path,
+    weight_map,
+)
 from lazymodel_keras import _upstream
 from lazymodel_keras._gguf import GgufModel, converter
 from lazymodel_keras._record.patches import active, recording_patches, replace, while_recording
@@ -127,12 +134,9 @@ def checkpoint_files(path: str) -> list[str]:
             return content_files(checkpoint)
     folder = Path(path).parent
     for index in sorted((*folder.glob("*.safetensors.index.json"), *folder.glob("*.weights.json"))):
-        shards: dict[Location, None] = {}
-        for names in weight_map(read_json_file(index), index).values():
-            listed = cast("list[Any]", names) if isinstance(names, list) else [names]
-            shards |= dict.fromkeys(shard_path(index, name) for name in listed)
+        shards = indexed_shards(index)
         if Path(path) in shards:
-            require_shards(index, list(shards))
+            require_shards(index, shards)
             return [str(index), *map(str, shards)]
     return [path]
 
