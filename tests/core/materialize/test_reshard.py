@@ -78,14 +78,6 @@ def test_every_bit_is_as_it_was(meshes: dict[str, Mesh], there: str, spec: P, wa
             assert got.dtype == wanted.dtype and got.tobytes() == wanted.tobytes(), name
 
 
-def test_and_back_again(meshes: dict[str, Mesh]) -> None:
-    before = model(meshes["sampler"], P(None, "model"))
-    away = lm.reshard(before, NamedSharding(meshes["four"], P("model")))
-    back = lm.reshard(away, NamedSharding(meshes["trainer"], P("data")))
-    for name in DTYPES:
-        assert np.asarray(back["layer"][name]).tobytes() == values(name).tobytes()
-
-
 def test_only_what_is_named_moves_and_ties_stay_ties(meshes: dict[str, Mesh]) -> None:
     place = NamedSharding(meshes["trainer"], P("data"))
     tied = put(values("float"), place)
