@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import inspect
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 import jax
@@ -26,7 +26,7 @@ from lazymodel._abstract.framework import (
     Optimizer,
     Training,
 )  # fmt: skip
-from lazymodel._abstract.variable import OPTIMIZER, AbstractVariable, Template, matched_paths, rule_path
+from lazymodel._abstract.variable import OPTIMIZER, AbstractVariable, Template, rule_path
 from lazymodel._errors import LazyModelError, TraceError
 from lazymodel._programs.jaxprs import is_key, key_data
 from lazymodel._programs.programs import InitRecipe, given_recipe
@@ -212,21 +212,24 @@ def _parameter(name: str, parameters: Mapping[str, str]) -> str:
 def _trained(model: ModelSpec, trained: Callable[[AbstractVariable], bool] | str | None) -> tuple[str, ...]:
     """The paths of the parameters that the optimizer gets."""
     candidates = [variable for variable in model.values() if jax.numpy.issubdtype(variable.dtype, np.inexact)]
-    if trained is None:
-        selected = [variable for variable in candidates if variable.trainable]
-        what = "that is trainable"
-    elif isinstance(trained, str):
-        matched = matched_paths(trained, (variable.path for variable in candidates), LazyModelError, "trained")
-        selected = [model[path] for path in matched]
-        what = f"that {trained!r} matches{closest(trained, [variable.path for variable in candidates])}"
-    elif callable(trained):
-        selected = list(filter(trained, candidates))
-        what = "that the given function chooses"
-    else:
+    if isinstance(trained, str):
+        return tuple(_matched(model, trained, candidates))
+    if trained is not None and not callable(trained):
         raise LazyModelError(f"trained is a path regex or a function of a variable; got {trained!r}")
-    if not selected:
+    chosen = [variable.path for variable in candidates if (trained(variable) if trained else variable.trainable)]
+    if not chosen:
+        what = "that is trainable" if trained is None else "that the given function chooses"
         raise LazyModelError(f"{model.name} has no floating-point variable {what}, so there is nothing to optimize")
-    return tuple(variable.path for variable in selected)
+    return tuple(chosen)
+
+
+def _matched(model: ModelSpec, pattern: str, candidates: Iterable[AbstractVariable]) -> list[str]:
+    """The paths of the candidates that a path regex matches; raises LazyModelError if there are none."""
+    template = Template(pattern, regex=True)
+    found = [variable.path for variable in candidates if template.match(rule_path(variable.path)) is not None]
+    if not found:
+        raise LazyModelError(f"no variable of {model.name} matches {pattern!r}{closest(pattern, model)}")
+    return found
 
 
 Initializer: TypeAlias = "Callable[..., Any]"
@@ -361,10 +364,7 @@ def rekey(model: AnyModel, key: jax.Array | int, pattern: str = ".*") -> AnyMode
     checked = _checked_key(key)
     if checked is None:
         raise LazyModelError("rekey needs a key, such as jax.random.key(0)")
-    template = Template(pattern, regex=True)
-    matched = {path for path in model if template.match(rule_path(path)) is not None and not is_key(model[path].dtype)}
-    if not matched:
-        raise LazyModelError(f"no variable of {model.name} matches {pattern!r}{closest(pattern, model)}")
+    matched = set(_matched(model, pattern, (variable for variable in model.values() if not variable.is_key)))
     recipes: list[InitRecipe] = []
     with on_host():
         for recipe in model.recipes:

@@ -36,33 +36,3 @@ def test_examples_run(package: str, tmp_path: Path) -> None:
         timeout=280,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_that_test_can_fail(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "wrong.py").write_text(
-        '''"""An example.
-
-    >>> one = 1
-"""
-
-__all__ = ["bare", "wrong"]
-
-
-def bare():
-    """Does nothing."""
-
-
-def wrong():
-    """
-    >>> one + 1
-    3
-    """
-'''
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    assert run_docstrings.main("wrong") == 1
-    said = capsys.readouterr().out
-    assert "without an example: bare\n" in said
-    assert "Expected:\n    3\nGot:\n    2\n" in said

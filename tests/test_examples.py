@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from tests.conftest import ROOT, child_environment
-from tests.servers.s3 import S3Server
 
 
 def run(name: str, *arguments: str, **environment: str) -> str:
@@ -147,17 +146,6 @@ def test_multi_process() -> None:
         refused = re.search(rf"\[process {process}\] refused, as everywhere: (.*)", printed)
         assert refused is not None and "expected shape (8192, 256), found (8191, 256)" in refused[1]
         assert ("process 1 failed" in refused[1]) == (process == 0)
-
-
-def test_multi_process_with_a_bucket(s3: S3Server) -> None:
-    where = {"AWS_ENDPOINT_URL": s3.origin, "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1"}
-    keys = {"AWS_ACCESS_KEY_ID": "anybody", "AWS_SECRET_ACCESS_KEY": "a-secret"}
-    printed = run("multi_process.py", "--folder", f"s3://{s3.bucket}/example", **where, **keys)
-    for process in (0, 1):
-        assert f"[process {process}] read 12.0 MiB of 24.0 MiB" in printed
-        assert f"[process {process}] two meshes agree on 16 × 8192 logits" in printed
-        refused = re.search(rf"\[process {process}\] refused, as everywhere: (.*)", printed)
-        assert refused is not None and f"s3://{s3.bucket}/example/checkpoint/model-" in refused[1]
 
 
 @pytest.mark.large

@@ -12,8 +12,6 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
 from tests.conftest import ROOT
 
 MOST_LINES = 700
@@ -226,37 +224,3 @@ def test_tests_stand_where_the_code_stands() -> None:
     folders = {path.stem.removeprefix("_") for path in packages if path.is_dir()}
     tested = {path.name for path in (ROOT / "tests" / "core").iterdir() if any(path.glob("test_*.py"))}
     assert folders <= tested <= {path.stem.removeprefix("_") for path in packages}
-
-
-@pytest.fixture
-def crooked(tmp_path: Path) -> House:
-    """A house that breaks every rule once."""
-    for name, text in {
-        "__init__.py": "",
-        "_errors.py": "",
-        "_low/__init__.py": "",
-        "_low/one.py": "from lazymodel._high.two import name\nfrom lazymodel._errors import error",
-        "_low/four.py": "class A:\n    def f(self):\n        self.c = threading.Condition()\n        with self.c: pass",
-        "_low/_three.py": "def long():\n" + "    pass\n" * MOST_LINES,
-        "_high/__init__.py": "",
-        "_high/two.py": "from lazymodel._low.one import _name\ndef late():\n    import lazymodel._low._three",
-    }.items():
-        (tmp_path / "lazymodel" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "lazymodel" / name).write_text(text)
-    return House(tmp_path / "lazymodel")
-
-
-def test_the_rules_can_fail(crooked: House) -> None:
-    rooms = table("| `lazymodel/_low/` | below | |\n| `lazymodel/_high/` | above | `_low/` |")
-    assert rooms == {"lazymodel._low": set(), "lazymodel._high": {"lazymodel._low"}}
-    assert climbing(crooked, rooms) == [
-        "lazymodel._low.one:1 imports lazymodel._high.two, which lazymodel._low may not"
-    ]
-    assert len(climbing(crooked, {})) == 3, "without a row, a file may import nothing but errors"
-    assert len(circles(between_files(crooked))) == len(circles(between_rooms(crooked, rooms))) == 1
-    assert late(crooked) == ["lazymodel._high.two:3 imports lazymodel._low._three late"]
-    assert borrowed(crooked) == ["lazymodel._high.two:1 lazymodel._low.one._name"]
-    assert twice_private(crooked) == ["lazymodel._low._three"]
-    assert too_long(crooked) == ["lazymodel._low._three: 701 lines", "lazymodel._low._three.long: 701 lines"]
-    assert entered_conditions(crooked) == ["lazymodel._low.four:4 enters self.c"]
-    assert floors([("a", "b"), ("b", "c"), ("a", "c")]) == {"c": 1, "b": 2, "a": 3}

@@ -55,12 +55,6 @@ assert "lazymodel._abstract.framework" in names
 for name in names: importlib.import_module(name)
 """,
     "measured": "import numpy; lazymodel.statistics([numpy.ones(3)])",
-    # A stand-in module: the check looks at sys.modules, and every environment can run this.
-    "stand-in": "import types; sys.modules['keras'] = types.ModuleType('keras')",
-    "h5py": """
-try: import h5py
-except ImportError: pass
-""",
 }
 
 
@@ -82,12 +76,6 @@ def test_import_loads_no_framework(imported: dict[str, list[str]]):
 def test_every_core_module_loads_no_framework(imported: dict[str, list[str]]):
     assert set(imported["modules"]) <= {"rich"}  # the command draws with it
     assert "matplotlib" not in imported["measured"]
-
-
-def test_that_check_notices_a_framework(imported: dict[str, list[str]]):
-    assert set(imported["stand-in"]) - {"rich"} == {"keras"}
-    pytest.importorskip("h5py")
-    assert "h5py" in imported["h5py"]
 
 
 @pytest.mark.parametrize("package", NAMES)

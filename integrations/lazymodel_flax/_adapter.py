@@ -268,28 +268,24 @@ def _build_nnx(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mod
         closures.clear()
         leaves = jax.tree.leaves(result, is_leaf=lambda leaf: _is_node(leaf) or is_iterator(leaf))
         if not any(map(_is_node, leaves)):
-            built.append(_Built(None, None, (), {}, frozenset(), _path_of_plain(result)))
+            built.append(_Built(None, _path_of_plain(result)))
             _check_plain(result, leaves, name)
             return result, after
         _refuse_references(result)
         after += _mark_buffers(result, closures)
         _set_eager(result, _LATER, True)
         structure, found = nnx.split(result)
-        flat, found_def = jax.tree_util.tree_flatten_with_path(found)
         own = _own_path(result)
-        paths = tuple(own(_variable_path(keys)) for keys, _ in flat)
-        if not any(isinstance(leaf, (jax.Array, np.ndarray)) for _, leaf in flat):
-            refuse_empty(result, list(zip(paths, (leaf for _, leaf in flat), strict=True)), name)
+        by_path = {own(path): leaf for path, leaf in _by_path(found).items()}
+        if not any(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in by_path.values()):
+            refuse_empty(result, [*by_path.items()], name)
         axes = {own(path): names for path, names in _axis_names(found).items()}
         params = frozenset(map(own, _by_path(nnx.filter_state(found, nnx.Param))))
-        built.append(_Built(structure, found_def, paths, axes, params))
-        return [_as_count(leaf, known) for _, leaf in flat], after
+        built.append(_Built(structure, lambda keys: own(_variable_path(keys)), axes, params))
+        return jax.tree.map(lambda leaf: _as_count(leaf, known), found), after
 
     def path_of(keys: Sequence[Any]) -> str:
-        if keys[0].idx == 1:
-            return f"{_AFTER}{keys[1].idx}"
-        paths = built[-1].paths
-        return paths[keys[1].idx] if built[-1].graphdef is not None else built[-1].path_of(keys[1:])
+        return f"{_AFTER}{keys[1].idx}" if keys[0].idx == 1 else built[-1].path_of(keys[1:])
 
     # None is a pytree without leaves, so the places of nodes in `rest` trace to None.
     model = trace_function(pure, (rest, state), {}, name=name, path_of=path_of)
@@ -311,11 +307,9 @@ class _Built:
     """Findings of a trace."""
 
     graphdef: Any  # the result's graph definition; None if it contains no NNX objects
-    state_def: Any  # the structure of its state
-    paths: tuple[str, ...]  # a path for each leaf of the state
-    axes: Mapping[str, tuple[Any, Any]]  # see `_axis_names`
-    params: frozenset[str]  # the paths of values of `nnx.Param`
-    path_of: PathOf = path_text  # names the leaves of a result without NNX objects
+    path_of: PathOf  # names the leaves of its state, or of a result without NNX objects
+    axes: Mapping[str, tuple[Any, Any]] = dataclasses.field(default_factory=dict[str, tuple[Any, Any]])
+    params: frozenset[str] = frozenset()  # the paths of values of `nnx.Param`
 
 
 def _is_node(leaf: Any) -> bool:
@@ -439,9 +433,6 @@ class _Module(_Results):
     def __init__(self, traced: Framework, after: Sequence[str], built: _Built, modes: _Modes) -> None:
         super().__init__(traced, after)
         self._built, self._modes = built, modes
-
-    def structure(self, leaves: Mapping[str, Any]) -> Any:
-        return jax.tree.unflatten(self._built.state_def, super().structure(leaves))
 
     def _merged(self, leaves: Mapping[str, Any]) -> Any:
         return nnx.merge(self._built.graphdef, self.structure(leaves))

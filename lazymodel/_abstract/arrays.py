@@ -162,12 +162,9 @@ def adapters() -> Iterator[Adapter]:
 
 
 @functools.cache
-def _registered() -> dict[str, str]:
-    return {entry.name: entry.value for entry in importlib.metadata.entry_points(group="lazymodel.adapters")}
-
-
 def _modules() -> dict[str, str]:
-    return {**_KNOWN, **_registered(), **_KNOWN}
+    entries = importlib.metadata.entry_points(group="lazymodel.adapters")
+    return {**_KNOWN, **{entry.name: entry.value for entry in entries}, **_KNOWN}
 
 
 # Subclasses may have more than their elements, as masked arrays do; a memory map is an array like any other.

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import enum
 import functools
 import gc
@@ -246,16 +245,12 @@ def _article(leaf: Any) -> str:
 
 def _hint(leaf: Any, holder: Any) -> str:
     """A hint for making a pytree of an object."""
-    name = type(leaf).__name__
     if hint := _PYTREE_HINTS.get(_package(type(leaf))) or _PYTREE_HINTS.get(_package(type(holder))):
         return f"To make it a pytree, {hint}."
     if isinstance(leaf, _FUNCTIONS):
         return "Return the arrays themselves, or `jax.tree_util.Partial(function, *arrays)`, which is a pytree."
-    if isinstance(leaf, (set, frozenset, *_VIEWS)):
-        return "Return a list or a tuple instead."
-    if dataclasses.is_dataclass(leaf):
-        return f"Register it: `jax.tree_util.register_dataclass({name})`, or return its arrays in a dict."
-    return f"Make it a pytree, `jax.tree_util.register_dataclass({name})`; or return its arrays in a tuple or a dict."
+    how = f"`jax.tree_util.register_dataclass({type(leaf).__name__})`"
+    return f"Make it a pytree, {how}, or return its arrays in a list, a tuple or a dict."
 
 
 # Errors of JAX about a missing value, and the hint for each; the last is the base class of some.
@@ -286,9 +281,9 @@ def raise_explained(error: Exception) -> NoReturn:
 def _user_line(trace: TracebackType | None) -> str:
     """The innermost line outside libraries, as `file.py:12 in init: 'source'`."""
     found = [(frame.f_code, line) for frame, line in traceback.walk_tb(trace) if not is_library(frame)]
-    if not found:
+    code, line = found[-1] if found else (None, 0)
+    if code is None or code.co_filename.startswith("<"):
         return "the init function"
-    code, line = found[-1]
     return f"{code.co_filename}:{line} in {code.co_name}: {linecache.getline(code.co_filename, line).strip()!r}"
 
 
@@ -353,11 +348,6 @@ def _broadcast_in_dim(eqn: Any, value: Array, *_: Array) -> list[Array]:
 
 def _reshape(eqn: Any, value: Array, *_: Array) -> list[Array] | None:
     return None if eqn.params.get("dimensions") is not None else [value.reshape(eqn.params["new_sizes"])]
-
-
-def _unstack(eqn: Any, value: Array) -> list[Array]:
-    axis = eqn.params["axis"]
-    return [np.take(value, index, axis) for index in range(value.shape[axis])]
 
 
 def _iota(eqn: Any, *_: Array) -> list[Array] | None:
@@ -425,7 +415,7 @@ _FAST: dict[str, Callable[..., list[Array] | None]] = {
     "squeeze": lambda eqn, value: [np.squeeze(value, tuple(eqn.params["dimensions"]))],
     "transpose": lambda eqn, value: [np.transpose(value, eqn.params["permutation"])],
     "concatenate": lambda eqn, *values: [np.concatenate(values, eqn.params["dimension"])],
-    "unstack": _unstack,
+    "unstack": lambda eqn, value: list(np.moveaxis(value, eqn.params["axis"], 0)),
     "iota": _iota,
     "convert_element_type": _convert,
     "random_wrap": lambda eqn, data: [pack_keys(data)],

@@ -369,6 +369,10 @@ class Graph:
             self._compiled.append([])
             self._compiled[within] = self._walk(inner_jaxpr(eqn), operands, within)
             return self._compiled[within]
+        return self._step(eqn, operands, unit)
+
+    def _step(self, eqn: Any, operands: Sequence[Value], unit: int | None) -> Sequence[Value]:
+        """The results of a new step."""
         step = _Step(eqn, operands, unit, len(self.steps))
         step.results = tuple(Value(var.aval, step=step, index=index) for index, var in enumerate(eqn.outvars))
         self.steps.append(step)
@@ -376,22 +380,21 @@ class Graph:
 
     def _distinct(self, operands: Sequence[Value]) -> list[Value]:
         """The operands of an eager kernel: a value that is passed twice is two parameters."""
-        found: list[Value] = []
         latest: dict[Value, Value] = {}
-        for value in operands:
-            again = is_floating(value.aval) and value in latest
-            latest[value] = self._copy(latest[value]) if again else value
-            found.append(latest[value])
-        return found
 
-    def _copy(self, value: Value) -> Value:
-        if value.step is None:
-            return Value(value.aval, value.data)
-        eqn = jex.new_jaxpr_eqn([jex.Var(value.aval)], [jex.Var(value.aval)], copy_p, {}, jex.no_effects)
-        step = _Step(eqn, [value], None, len(self.steps))
-        step.results = (Value(value.aval, step=step),)
-        self.steps.append(step)
-        return step.results[0]
+        def distinct(value: Value) -> Value:
+            copied = latest.get(value) if is_floating(value.aval) else None
+            if copied is None:
+                copied = value
+            elif value.step is None:
+                copied = Value(value.aval, value.data)
+            else:
+                eqn = jex.new_jaxpr_eqn([jex.Var(value.aval)], [jex.Var(value.aval)], copy_p, {}, jex.no_effects)
+                (copied,) = self._step(eqn, [copied], None)
+            latest[value] = copied
+            return copied
+
+        return list(map(distinct, operands))
 
     # Results of a compiled function that eager execution computes together, in one kernel.
     #

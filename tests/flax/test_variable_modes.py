@@ -15,6 +15,7 @@ import pytest
 from flax import linen, nnx
 
 import lazymodel as lm
+from tests.flax.modules import assert_same, states
 
 MODES: dict[str, dict[str, bool]] = {"hijax": {"hijax": True}, "ref": {"ref": True}}
 
@@ -30,30 +31,6 @@ class Model(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.norm(self.again(x)) * self.scale
-
-
-def states(module: Any) -> dict[str, Any]:
-    plain = nnx.with_vars(module, hijax=False, ref=False, allow_duplicates=True)
-    flat, _ = jax.tree_util.tree_flatten_with_path(nnx.split(plain)[1])
-    return {jax.tree_util.keystr(keys): leaf for keys, leaf in flat}
-
-
-def assert_same(ours: Any, eager: Any) -> None:
-    """Equal kinds of variables and metadata, and every bit."""
-    assert nnx.split(ours)[0] == nnx.split(eager)[0]
-    for (path, x), (_, y) in zip(nnx.iter_graph(ours), nnx.iter_graph(eager), strict=True):
-        assert type(x) is type(y), path
-        if isinstance(y, nnx.Variable):
-            assert x.get_metadata() == y.get_metadata(), path
-            assert (x.hijax, x.ref) == (y.hijax, y.ref), path
-    found, expected = states(ours), states(eager)
-    assert list(found) == list(expected)
-    for path, y in expected.items():
-        x = found[path]
-        if jnp.issubdtype(y.dtype, jax.dtypes.prng_key):
-            x, y = jax.random.key_data(x), jax.random.key_data(y)
-        assert (x.dtype, x.weak_type) == (y.dtype, y.weak_type), path
-        assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), path
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -194,44 +171,3 @@ def _keep(rngs: nnx.Rngs, config: Any) -> nnx.Module:
 def test_modules_without_variables() -> None:
     abstract = lm.build_abstract(nnx.Dropout, 0.0)
     assert len(abstract) == 0 and isinstance(abstract.materialize(), nnx.Dropout)
-
-
-# --- leaves ---------------------------------------------------------------------------------------------------------
-
-
-class Leaves(nnx.Module):
-    def __init__(self, *, rngs: nnx.Rngs):
-        self.weak = nnx.Param(jnp.full((4,), 2.0))
-        self.wide = nnx.Variable(np.array([2**40]))
-        self.table = np.array([1e300])
-        self.layer = nnx.Linear(4, 4, rngs=rngs)
-
-
-class WithLeaves(linen.Module):
-    @linen.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        scale = self.param("scale", lambda key: jnp.full((4,), 2.0))
-        table = self.variable("constants", "table", lambda: np.array([2**40]))
-        return linen.Dense(4)(x) * scale + table.value.size
-
-
-def test_leaves_are_those_of_eager_construction(mesh8: Any) -> None:
-    abstract, eager = lm.build_abstract(Leaves, rngs=nnx.Rngs(0)), Leaves(rngs=nnx.Rngs(0))
-    for model in (abstract.materialize(), abstract.shard(mesh8, {".*": jax.P()}).materialize()):
-        assert model.weak.get_value().weak_type and not model.layer.kernel.get_value().weak_type
-        assert type(model.wide.get_value()) is type(eager.wide.get_value()) is np.ndarray
-        assert model.wide.get_value().tolist() == [2**40] and model.table.tolist() == [1e300]
-        assert type(model.table) is type(eager.table)
-        assert model.weak * jnp.ones(4, jnp.bfloat16) == pytest.approx(2.0)
-        assert (model.weak * jnp.ones(4, jnp.bfloat16)).dtype == jnp.bfloat16
-    # As after `model.weak[...] = values`.
-    eager.weak[...] = np.ones(4, np.float32)
-    loaded = abstract.materialize({"weak": np.ones(4, np.float32)}, initialize="missing")
-    assert loaded.weak.get_value().weak_type == eager.weak.get_value().weak_type is True
-    x = np.ones((1, 4), np.float32)
-    linens = lm.build_abstract(WithLeaves(), jax.random.key(0), x)
-    ours, theirs = linens.materialize(), WithLeaves().init(jax.random.key(0), x)
-    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    assert ours["params"]["scale"].weak_type
-    assert ours["constants"]["table"].tolist() == [2**40]
-    assert linens["params/scale"].trainable and not linens["constants/table"].trainable

@@ -90,76 +90,48 @@ def test_what_is_computed_from_computed_values_of_many_shapes(name: str, mesh8: 
 
 # --- jax.random and jax.nn.initializers -----------------------------------------------------------------------------
 
+# Distributions by their arguments before the shape.
+_DRAWS: dict[str, tuple[Any, ...]] = {
+    "bernoulli": (0.3,), "beta": (2.0, 3.0), "binomial": (10.0, 0.3), "bits": (), "cauchy": (), "chisquare": (3.0,),
+    "double_sided_maxwell": (0.1, 2.0), "exponential": (), "f": (3.0, 4.0), "gamma": (2.5,),
+    "generalized_normal": (1.5,), "geometric": (0.2,), "gumbel": (), "laplace": (), "loggamma": (0.4,), "logistic": (),
+    "lognormal": (0.5,), "maxwell": (), "normal": (), "pareto": (2.0,), "poisson": (4.0,), "rademacher": (),
+    "rayleigh": (0.5,), "t": (4.0,), "triangular": (0.0, 0.3, 1.0), "truncated_normal": (-2, 2), "wald": (1.5,),
+    "weibull_min": (1.0, 2.0),
+}  # fmt: skip
 DRAWS: dict[str, Callable[..., Any]] = {
+    **{
+        name: lambda k, s, name=name, given=given: getattr(jax.random, name)(k, *given, shape=s) * 0.02 + 1.0
+        for name, given in _DRAWS.items()
+    },
     "ball": lambda k, s: jax.random.ball(k, s[-1], shape=s[:-1]),
-    "bernoulli": lambda k, s: jax.random.bernoulli(k, 0.3, s),
-    "beta": lambda k, s: jax.random.beta(k, 2.0, 3.0, s),
-    "binomial": lambda k, s: jax.random.binomial(k, 10.0, 0.3, s),
-    "bits": lambda k, s: jax.random.bits(k, s),
     "categorical": lambda k, s: jax.random.categorical(k, jnp.arange(9.0) / 7, shape=s),
-    "cauchy": lambda k, s: jax.random.cauchy(k, s),
-    "chisquare": lambda k, s: jax.random.chisquare(k, 3.0, shape=s),
     "choice": lambda k, s: jax.random.choice(k, jnp.arange(99.0), s, p=jnp.arange(99.0) / 4851),
     "choice_without": lambda k, s: jax.random.choice(k, 5000, (s[-1],), replace=False),
     "dirichlet": lambda k, s: jax.random.dirichlet(k, jnp.ones(s[-1]) * 0.7, s[:-1]),
-    "double_sided_maxwell": lambda k, s: jax.random.double_sided_maxwell(k, 0.1, 2.0, s),
-    "exponential": lambda k, s: jax.random.exponential(k, s),
-    "f": lambda k, s: jax.random.f(k, 3.0, 4.0, s),
-    "gamma": lambda k, s: jax.random.gamma(k, 2.5, s),
-    "generalized_normal": lambda k, s: jax.random.generalized_normal(k, 1.5, s),
-    "geometric": lambda k, s: jax.random.geometric(k, 0.2, s),
-    "gumbel": lambda k, s: jax.random.gumbel(k, s),
-    "laplace": lambda k, s: jax.random.laplace(k, s),
-    "loggamma": lambda k, s: jax.random.loggamma(k, 0.4, s),
-    "logistic": lambda k, s: jax.random.logistic(k, s),
-    "lognormal": lambda k, s: jax.random.lognormal(k, 0.5, s),
-    "maxwell": lambda k, s: jax.random.maxwell(k, s),
     "multinomial": lambda k, s: jax.random.multinomial(k, 20, jnp.ones(9) / 9, shape=(s[0], 9)),
-    "multivariate_normal": lambda k, s: jax.random.multivariate_normal(
-        k, jnp.zeros(8), jnp.eye(8) * 2 + 0.3, s[:-1], method="cholesky"
-    ),
-    "multivariate_svd": lambda k, s: jax.random.multivariate_normal(
-        k, jnp.zeros(8), jnp.eye(8) * 2 + 0.3, s[:-1], method="svd"
-    ),
-    "normal": lambda k, s: jax.random.normal(k, s) * 0.02 + 1.0,
+    **{
+        f"multivariate_{method}": lambda k, s, method=method: jax.random.multivariate_normal(
+            k, jnp.zeros(8), jnp.eye(8) * 2 + 0.3, s[:-1], method=method
+        )
+        for method in ("cholesky", "svd")
+    },
     "orthogonal": lambda k, s: jax.random.orthogonal(k, min(s[-1], 64), s[:1]),
-    "pareto": lambda k, s: jax.random.pareto(k, 2.0, s),
     "permutation": lambda k, s: jax.random.permutation(k, jnp.arange(float(s[0] * s[1])).reshape(s), independent=True),
-    "poisson": lambda k, s: jax.random.poisson(k, 4.0, s),
-    "rademacher": lambda k, s: jax.random.rademacher(k, s, jnp.float32) * 0.1,
     "randint": lambda k, s: jax.random.randint(k, s, 0, 1000) / 7,
-    "rayleigh": lambda k, s: jax.random.rayleigh(k, 0.5, s),
-    "t": lambda k, s: jax.random.t(k, 4.0, s) * 0.01,
-    "triangular": lambda k, s: jax.random.triangular(k, 0.0, 0.3, 1.0, s),
-    "truncated_normal": lambda k, s: jax.random.truncated_normal(k, -2, 2, s) * 0.02,
     "uniform": lambda k, s: jax.random.uniform(k, s, minval=-0.3, maxval=0.3),
-    "wald": lambda k, s: jax.random.wald(k, 1.5, s),
-    "weibull": lambda k, s: jax.random.weibull_min(k, 1.0, 2.0, s),
 }
 
 
-def unit_rows(key: Any, shape: tuple[int, ...]) -> jax.Array:
-    w = jax.random.normal(key, shape)
-    return w / jnp.linalg.norm(w, axis=-1, keepdims=True)
-
-
+FAMILIES = "glorot xavier he kaiming lecun"
 INITIALIZERS: dict[str, Callable[..., Any]] = {
+    **{name: getattr(I, name)() for family in FAMILIES.split() for name in (f"{family}_normal", f"{family}_uniform")},
     "zeros": I.zeros,
     "ones": I.ones,
     "constant": I.constant(0.3),
     "uniform": I.uniform(0.1),
     "normal": I.normal(0.02),
     "truncated_normal": I.truncated_normal(0.02),
-    "glorot_normal": I.glorot_normal(),
-    "glorot_uniform": I.glorot_uniform(),
-    "xavier_normal": I.xavier_normal(),
-    "xavier_uniform": I.xavier_uniform(),
-    "he_normal": I.he_normal(),
-    "he_uniform": I.he_uniform(),
-    "kaiming_normal": I.kaiming_normal(),
-    "kaiming_uniform": I.kaiming_uniform(),
-    "lecun_normal": I.lecun_normal(),
-    "lecun_uniform": I.lecun_uniform(),
     "fan_avg_uniform": I.variance_scaling(2.0, "fan_avg", "uniform"),
     "fan_out_normal": I.variance_scaling(0.5, "fan_out", "normal"),
     "fan_in_truncated": I.variance_scaling(1.0, "fan_in", "truncated_normal"),
@@ -171,18 +143,13 @@ INITIALIZERS: dict[str, Callable[..., Any]] = {
     "two_constants": lambda key, shape: jax.random.normal(key, shape) * 0.02 * 0.3 / 7.0,
     "unit_norm": lambda key, shape: (lambda w: w / jnp.linalg.norm(w))(jax.random.normal(key, shape)),
     "unit_columns": lambda key, shape: (lambda w: w / jnp.linalg.norm(w, axis=0))(jax.random.normal(key, shape)),
-    "unit_rows": unit_rows,
+    "unit_rows": lambda key, shape: (lambda w: w / jnp.linalg.norm(w, axis=-1, keepdims=True))(
+        jax.random.normal(key, shape)
+    ),
     "centered": lambda key, shape: (lambda w: w - w.mean(0))(jax.random.normal(key, shape)),
     "softmax": lambda key, shape: jax.nn.softmax(jax.random.normal(key, shape)),
     "low_rank": lambda key, shape: jax.random.normal(key, (shape[0], 4)) @ jax.random.normal(key, (4, shape[1])),
     "permutation": lambda key, shape: jax.random.permutation(key, shape[0] * shape[1]).reshape(shape),
-    "randint": lambda key, shape: jax.random.randint(key, shape, 0, 1000),
-    "bernoulli": lambda key, shape: jax.random.bernoulli(key, 0.3, shape),
-    "gumbel": lambda key, shape: jax.random.gumbel(key, shape),
-    "laplace": lambda key, shape: jax.random.laplace(key, shape),
-    "multivariate": lambda key, shape: jax.random.multivariate_normal(
-        key, jnp.zeros(shape[1]), 2 * jnp.eye(shape[1]), shape[:1]
-    ),
     "rotary": lambda key, shape: jnp.sin(jnp.arange(float(shape[0]))[:, None] / 1e4 ** jnp.linspace(0, 1, shape[1])),
 }
 

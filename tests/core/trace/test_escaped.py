@@ -100,14 +100,12 @@ OPAQUE: dict[str, tuple[Any, str]] = {
     "a default": (default, r"function default"),
     "a partial": (lambda k: functools.partial(jnp.dot, normal(k)), r"functools\.partial at 'value'"),
     "a method": (lambda k: Callable(k).method, r"function Callable\.method.*value\.w"),
-    "a set": (lambda k: {Plain(k)}, r"set at 'value'.*list or a tuple"),
+    "a set": (lambda k: {Plain(k)}, r"set at 'value'.*in a list"),
     "a deque": (lambda k: collections.deque([normal(k)]), r"deque at 'value'"),
-    "dict values": (lambda k: {"a": normal(k)}.values(), r"dict_values at 'value'"),
     "a read-only dict": (lambda k: types.MappingProxyType({"a": normal(k)}), r"mappingproxy.*\['a'\]"),
     "an array of objects": (objects, r"ndarray at 'value'.*flat\[1\]"),
     "a cache": (cached, r"Record at 'value'"),
     "a jitted function": (lambda k: jax.jit(closure(k)), r"value"),
-    "a namespace": (lambda k: types.SimpleNamespace(w=normal(k)), r"SimpleNamespace at 'value'"),
 }
 
 
@@ -294,40 +292,6 @@ def test_an_object_with_init_and_apply_is_built_by_its_init(mesh8: Any) -> None:
 def test_what_builds_no_model(build: Any, message: str) -> None:
     with pytest.raises(lm.LazyModelError, match=message):
         lm.build_abstract(build, KEY)
-
-
-def test_haiku(mesh8: Any) -> None:
-    hk = pytest.importorskip("haiku")
-
-    def forward(x: Any) -> Any:
-        return hk.BatchNorm(True, True, 0.9)(hk.nets.MLP([16, 8])(x), is_training=True)
-
-    transformed, x = hk.transform_with_state(forward), jnp.ones((2, 4))
-    abstract = lm.build_abstract(transformed, KEY, x)
-    ours, eager = abstract.shard(mesh8, lm.auto()).materialize(), transformed.init(KEY, x)
-    assert jax.tree.structure(ours) == jax.tree.structure(eager)
-    assert all(map(np.array_equal, jax.tree.leaves(ours), jax.tree.leaves(eager)))
-    without = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(3)(x)))
-    assert set(lm.build_abstract(without, KEY, x)) == {"linear/b", "linear/w"}
-
-
-def test_penzai() -> None:
-    pz = pytest.importorskip("penzai.pz")
-    mlp = pytest.importorskip("penzai.models.simple_mlp").MLP
-
-    def make(key: Any) -> Any:
-        return mlp.from_config(name="mlp", init_base_rng=key, feature_sizes=[2, 4, 3])
-
-    with pytest.raises(
-        lm.TraceError, match=r"penzai.*Parameter at 'sublayers/0.*pz\.unbind_params\(model, freeze=True\)"
-    ):
-        lm.build_abstract(make, KEY)
-    abstract = lm.build_abstract(lambda key: pz.unbind_params(make(key), freeze=True), KEY)
-    assert abstract.num_parameters == 2 * 4 + 4 + 4 * 3 + 3
-    model, params = abstract.materialize()
-    bound = pz.bind_variables(model, [value.unfreeze_as_copy() for value in params])
-    inputs = pz.nx.ones({"features": 2})
-    assert np.array_equal(bound(inputs).unwrap("features"), make(KEY)(inputs).unwrap("features"))
 
 
 def test_stateful_equinox() -> None:

@@ -78,10 +78,7 @@ def test_the_same_array_twice_is_one_variable_and_equal_arrays_are_two() -> None
         embedding = normal(key, 8, 4)
         return {"embedding": embedding, "head": embedding, "other": normal(key, 8, 4)}
 
-    model = lm.build_abstract(
-        init,
-        KEY,
-    )
+    model = lm.build_abstract(init, KEY)
     assert list(model) == ["embedding", "other"]
     result = model.materialize()
     assert result["embedding"] is result["head"]
@@ -366,10 +363,7 @@ def masks(x: Any) -> Any:
 )
 def test_untraceable_functions_name_the_line_and_the_mend(function: Any, line: str, mend: str) -> None:
     with pytest.raises(lm.TraceError) as caught:
-        lm.build_abstract(
-            function,
-            jnp.arange(4),
-        )
+        lm.build_abstract(function, jnp.arange(4))
     assert line in str(caught.value)
     assert mend in str(caught.value)
     assert f"test_function.py:{function.__code__.co_firstlineno + 1} in {function.__name__}" in str(caught.value)
@@ -383,10 +377,7 @@ def test_negative_dimensions_and_the_users_own_errors() -> None:
         raise ValueError("heads do not divide")
 
     with pytest.raises(ValueError, match="heads do not divide"):
-        lm.build_abstract(
-            init,
-            KEY,
-        )
+        lm.build_abstract(init, KEY)
 
 
 # --- cost -----------------------------------------------------------------------------------------------------------
@@ -408,10 +399,7 @@ def test_wide_trees_are_not_quadratic_and_allocate_nothing() -> None:
         before = sys.getprofile()
         sys.setprofile(count)
         try:
-            model = lm.build_abstract(
-                init,
-                KEY,
-            )
+            model = lm.build_abstract(init, KEY)
         finally:
             sys.setprofile(before)
         assert model.nbytes == leaves * 4096 * 4096 * 4

@@ -53,23 +53,6 @@ def test_weak_types_are_those_of_eager_execution(mesh8: Any) -> None:
     assert not expected["strong"].weak_type
 
 
-def test_the_precision_of_a_step_is_that_of_the_eager_model() -> None:
-    def step(params: Any, x: jax.Array) -> jax.Array:
-        return x * params["scale"] + params["shift"]
-
-    def init() -> Any:
-        return {"scale": jnp.full((4,), 2.0), "shift": jnp.asarray(1.0)}
-
-    abstract, x = lm.build_abstract(init), jnp.ones(4, jnp.bfloat16)
-    assert step(init(), x).dtype == jnp.bfloat16
-    assert step(abstract.materialize(), x).dtype == jnp.bfloat16
-    assert jax.eval_shape(step, abstract.tree, x).dtype == jnp.bfloat16
-    # A loaded model computes as the initialized one does.
-    loaded = abstract.materialize({"scale": np.full(4, 3, np.float32), "shift": np.zeros((), np.float32)})
-    assert step(loaded, x).dtype == jnp.bfloat16
-    assert loaded["scale"].weak_type
-
-
 def test_a_weak_constant_and_a_weak_argument() -> None:
     constant = jnp.full((4,), 2.0)
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import lazymodel as lm
+from tests.core.trace._eager import same_bytes as same
 from tests.trees import named
 
 I = jax.nn.initializers  # noqa: E741 (short, in a long table)
@@ -37,10 +38,6 @@ def build(layers: int = 4, extra: bool = False) -> lm.AbstractModel:
 
 def arrays(abstract: lm.AbstractModel) -> dict[str, Any]:
     return named(abstract.materialize())
-
-
-def same(a: Any, b: Any) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
 def test_path_key_is_the_documented_formula() -> None:
@@ -208,36 +205,23 @@ def test_errors_name_the_variable_and_the_mend() -> None:
 # Schemes --------------------------------------------------------------------------------------------------------------
 
 
-def normal(path: str, shape: tuple[int, ...]) -> Any:
-    return jax.random.normal(lm.path_key(KEY, path), shape)
-
-
-def test_gpt2() -> None:
-    rules = lm.initializers.gpt2(4, weights=".*/(kernel|out)", residual=".*/out")
-    found = arrays(build().reinitialize(rules, key=KEY))
-    assert same(found["layers/1/kernel"], I.normal(0.02)(lm.path_key(KEY, "layers/1/kernel"), (64, 32)))
-    np.testing.assert_allclose(found["layers/1/out"], normal("layers/1/out", (32, 64)) * 0.02 / np.sqrt(8), rtol=1e-6)
-
-
-def test_mup_is_the_base_model_at_its_width() -> None:
-    rules = lm.initializers.mup(hidden=".*/kernel", readout=".*/out", base=32, std=0.1)
-    found = arrays(build().reinitialize(rules, key=KEY))
-    for path, shape, std in (
-        ("layers/0/out", (32, 64), 0.1),  # at the base width
-        ("layers/0/kernel", (64, 32), 0.1 / np.sqrt(2)),
-    ):
-        np.testing.assert_allclose(found[path], normal(path, shape) * std, rtol=1e-5)
-    readout = lm.initializers.width_scaled(0.1, 32, power=1.0, in_axis=(0, 1))(KEY, (8, 8, 4), jnp.bfloat16)
-    assert readout.dtype == jnp.bfloat16
+def test_schemes() -> None:
+    make = lm.initializers
+    weights: dict[str, Any] = {"weights": ".*/kernel", "residual": ".*/out"}
+    gpt2 = make.gpt2(4, weights=".*/(kernel|out)", residual=".*/out")
+    mup = make.mup(hidden=".*/kernel", readout=".*/out", base=32, std=0.1)  # out is at the base width
+    fixup = make.fixup(16, **weights, initializer=I.normal(1.0), depth=3)
+    for rules, kernel, out in (
+        (gpt2, 0.02, 0.02 / np.sqrt(8)), (mup, 0.1 / np.sqrt(2), 0.1), (fixup, 0.5, 0.0),
+    ):  # fmt: skip
+        found = arrays(build().reinitialize(rules, key=KEY))
+        for path, shape, std in (("layers/3/kernel", (64, 32), kernel), ("layers/3/out", (32, 64), out)):
+            expected = jax.random.normal(lm.path_key(KEY, path), shape) * std
+            np.testing.assert_allclose(found[path], expected, rtol=1e-5)
+    readout = make.width_scaled(0.1, 32, power=1.0, in_axis=(0, 1))(KEY, (8, 8, 4), jnp.bfloat16)
     expected = jax.random.normal(KEY, (8, 8, 4), jnp.bfloat16).astype(np.float32) * 0.05
+    assert readout.dtype == jnp.bfloat16
     np.testing.assert_allclose(readout.astype(np.float32), expected, rtol=0.02)
-
-
-def test_fixup() -> None:
-    rules = lm.initializers.fixup(16, weights=".*/kernel", residual=".*/out", initializer=I.normal(1.0), depth=3)
-    found = arrays(build().reinitialize(rules, key=KEY))
-    assert not np.asarray(found["layers/3/out"]).any()
-    np.testing.assert_allclose(found["layers/3/kernel"], normal("layers/3/kernel", (64, 32)) * 0.5, rtol=1e-6)
 
 
 @pytest.mark.parametrize("axis", [0, 1, -1])
