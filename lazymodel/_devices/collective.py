@@ -252,11 +252,6 @@ class CollectiveScope:
         group = f"{zlib.crc32(repr(self._members).encode()):08x}"
         return f"lazymodel/stages/{group}/{self._count + self._openings - before}/"
 
-    def close(self) -> None:
-        """Deletes the previous stage: all processes have reached this one, so nothing reads its verdict any more."""
-        if self._store and self._leads:
-            self._store.delete(self.folder(1))
-
     def _failure(self, store: Store, watched: Iterable[int]) -> tuple[str, int]:
         """The error of the stage, or one that another process causes; and the number of its opening or 0.
 
@@ -361,7 +356,8 @@ def agreement(
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # the body's error has more information
                 stage.fail(stage.nothing(f"process {store.process} failed", _excerpt(error)))
             raise
-        stage.close()
+        if store.process == members[0]:  # all processes have reached this stage, so nothing reads the last verdict
+            store.delete(stage.folder(1))
     finally:
         _heartbeat.stop()
 

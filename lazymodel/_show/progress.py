@@ -187,7 +187,7 @@ class _TerminalBar(_Reporter):
     def begin(self) -> None:
         from rich.console import Console
         from rich.errors import LiveError
-        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
         from rich.progress import Progress as RichProgress
         from rich.table import Column
 
@@ -196,14 +196,15 @@ class _TerminalBar(_Reporter):
         bar = RichProgress(
             TextColumn("{task.description}", markup=False, table_column=one_line),
             BarColumn(bar_width=24),
-            TextColumn("{task.fields[state]}", table_column=Column(no_wrap=True)),  # with the units of all reports
+            DownloadColumn(binary_units=True, table_column=Column(no_wrap=True)),
+            TransferSpeedColumn(),
             TimeRemainingColumn(),
             console=Console(stderr=True),
             transient=True,
             expand=True,
             redirect_stdout=False,  # a program's standard output must not go to standard error
         )
-        self._task = bar.add_task(self.description, total=self.total, state=self.state()[0])
+        self._task = bar.add_task(self.description, total=self.total)
         # A terminal can show one display; the program may already draw its own.
         with contextlib.suppress(LiveError):
             bar.start()
@@ -211,9 +212,7 @@ class _TerminalBar(_Reporter):
 
     def draw(self) -> None:
         if self.bar is not None:
-            text, _, rate = self.state()
-            state = f"{text}, {format_bytes(rate)}/s" if rate else text
-            self.bar.update(self._task, completed=self.done, description=self.description, state=state)
+            self.bar.update(self._task, completed=self.done, description=self.description)
 
     def end(self) -> None:
         if self.bar is not None:

@@ -1,15 +1,7 @@
-"""Text for people: byte counts, closest names, names that fold into one, shortened lists.
+"""Text for people: byte counts, closest names, names that fold into one, shortened lists, colours of figures.
 
-Names come from files of any origin: `printable` keeps their control characters from a terminal.
-
-Keeps TensorFlow's log off the standard error of a command, before the command's own output.
-
-KerasHub imports TensorFlow for its tokenizers, and TensorFlow logs, from C++, its build options and that there is no
-CUDA. Responsible for imports and starts of our commands only; logs of a user's own program are up to the user.
-
-Colours and figures of matplotlib.
-
-Responsible for their style and for writing them; callers draw the content.
+Names come from files of any origin: `printable` keeps their control characters from a terminal. `quiet_tensorflow`
+keeps the log of TensorFlow, which KerasHub imports, off the standard error of our commands.
 """
 
 from __future__ import annotations
