@@ -73,5 +73,5 @@ def test_a_plan_asks_the_compiler_of_a_step_jitted_or_not(mesh8: jax.sharding.Me
     assert jitted.used_nbytes - jitted.compiled.temporary_nbytes == plain.used_nbytes - plain.compiled.temporary_nbytes
     assert donated.compiled.alias_nbytes == shard
     assert plain.notes[-1] == "compiled step"
-    with pytest.raises(lm.LazyModelError, match="compiling step compiles the model as it is, and lora_rank=2 adds"):
+    with pytest.raises(lm.LazyModelError, match="compiling step .*lora_rank=2 adds"):
         sharded.plan(what_if=lm.WhatIf(lora_rank=2), compile=lm.Compile(step, x))
