@@ -1,5 +1,4 @@
-"""Requests to stores, repeated until they are answered: which failures are worth a retry, when, and how they are
-explained.
+"""Requests to stores: repeated until they are answered; and `Web`, which makes those to web servers.
 
 The transport to buckets is obstore. Its errors repeat URLs with their signatures, and bodies of answers. None of it is
 shown: a message states the cause in our words, and the original error is not chained to it. Attempts are counted here
@@ -7,22 +6,40 @@ rather than by obstore, since an attempt continues where the body of the previou
 
 If a store answers that it is busy (429, 503), all threads stop sending requests to it; to a web server for as long as
 its `Retry-After` requests (RFC 9110, section 10.2.3), which obstore does not return.
+
+obstore reads the body of an error completely before it reports it, and a malicious web server can send a body of any
+length. `Web` reads no body of an error, except for a few KiB that free a connection for the next request.
 """
 
 from __future__ import annotations
 
+import base64
+import collections
 import concurrent.futures
+import contextlib
 import datetime
 import email.utils
+import functools
 import http.client
+import importlib
+import io
+import ipaddress
+import itertools
 import random
 import re
+import select
+import socket
+import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping
+import urllib.request
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
+from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit
 
 from lazymodel._errors import CheckpointError
+from lazymodel._remote.url import quoted
 from lazymodel._tensors.buffers import start_thread
 
 Result = TypeVar("Result")
@@ -265,3 +282,307 @@ def _parsed(value: str) -> float:
         return max(email.utils.parsedate_to_datetime(value).timestamp() - time.time(), 0.0)
     except (TypeError, ValueError):
         return 0.0
+
+
+_MOST_ERROR = 4 << 10  # bytes of an error's body that are read and discarded, so that the connection can be reused
+_MOST_REDIRECTS = 10  # about as many as browsers allow
+_IDLE = 64  # connections that are kept for each server: more than there are requests at a time
+_PRIVATE = ("authorization", "cookie", "proxy-authorization")  # headers that are sent to the first server only
+_REDIRECTS = (301, 302, 303, 307, 308)
+_SPAN = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})", re.ASCII)
+_AMOUNTS = re.compile(r"(?<![0-9.])([0-9.]++) ?([a-zA-Z]++)")
+# Beginnings of the names of units in the crate humantime, with which obstore parses durations, and their seconds.
+_UNITS = (
+    *(("ms", 1e-3), ("n", 1e-9), ("u", 1e-6), ("month", 2_629_800.0), ("M", 2_629_800.0)),
+    *(("s", 1.0), ("m", 60.0), ("h", 3600.0), ("d", 86_400.0), ("w", 604_800.0), ("y", 31_557_600.0)),
+)
+_BROKE_OFF = "the connection broke off"
+
+
+class Answer:
+    """An answer whose body was not read yet; attributes and methods are those of obstore's `GetResult`."""
+
+    def __init__(self, response: http.client.HTTPResponse, meta: Mapping[str, Any]) -> None:
+        self._response, self.meta = response, meta
+        self.attributes = {"Content-Type": response.headers.get("Content-Type", "")}
+
+    def stream(self, min_chunk_size: int) -> Iterator[memoryview]:
+        """The body in chunks of this many bytes; each is valid until the next one is requested."""
+        chunk = memoryview(bytearray(min_chunk_size))
+        with _explained():
+            while count := self._response.readinto(chunk):
+                yield chunk[:count]
+            if self._response.length:
+                raise Failure(_BROKE_OFF, True)
+
+
+class Web:
+    """Files below an address.
+
+    Args:
+        root: The address; a query is sent with every request.
+        headers: Headers for the server of that address only, such as credentials.
+        options: obstore's `client_options`, in the form in which an obstore store returns them.
+    """
+
+    def __init__(self, root: str, headers: Mapping[str, str], options: Mapping[str, Any]) -> None:
+        self._root, _, query = root.partition("?")
+        self._query = f"?{quote(query, safe='%/:?#[]@!$&()*+,;=~')}" if query else ""
+        given = {name: _text(value) for name, value in options.get("default_headers", {}).items()}
+        self._headers = {"User-Agent": options.get("user_agent", "lazymodel"), "Accept": "*/*", **given, **headers}
+        self._allow_http = _is_true(options.get("allow_http"))
+        self._connect_seconds = _duration(options.get("connect_timeout"), 10.0)
+        self._read_seconds = _duration(options.get("read_timeout"), 10.0)
+        self._seconds = _duration(options.get("timeout"), 30.0)
+        self._proxies = {"all": options["proxy_url"]} if options.get("proxy_url") else urllib.request.getproxies()
+        self._excludes = options.get("proxy_excludes", "") if options.get("proxy_url") else self._proxies.get("no", "")
+        invalid = _is_true(options.get("allow_invalid_certificates"))
+        self._certificates = _text(options.get("root_certificate", "")), invalid
+        self._idle: dict[tuple[str, str], collections.deque[http.client.HTTPConnection]] = {}  # by scheme and host
+        weakref.finalize(self, _close, self._idle)
+
+    @contextlib.contextmanager
+    def get(self, key: str, *, options: Mapping[str, Any] | None = None) -> Generator[Answer]:
+        """The answer to a GET request; `options` are `range` (first byte, byte after the last) and `if_match`.
+
+        Raises:
+            Failure: There is no answer with the requested range.
+        """
+        options = options or {}
+        headers = {"If-Match": options["if_match"]} if "if_match" in options else {}
+        if "range" in options:
+            headers["Range"] = f"bytes={options['range'][0]}-{options['range'][1] - 1}"
+        with self._answer(key, headers) as response:
+            yield Answer(response, _meta(response, options.get("range")))
+
+    @contextlib.contextmanager
+    def _answer(self, key: str, more: Mapping[str, str]) -> Generator[http.client.HTTPResponse]:
+        url = f"{self._root.rstrip('/')}/{quoted(key)}{self._query}" if key else f"{self._root}{self._query}"
+        headers, until = {**self._headers, **more}, time.monotonic() + self._seconds
+        for _ in range(_MOST_REDIRECTS):
+            parts = urlsplit(url)
+            with self._response(parts, headers, until) as response:
+                location = response.headers.get("Location", "") if response.status in _REDIRECTS else ""
+                failure = None if location else _failure(response)
+                if not location and failure is None:
+                    yield response
+                    return
+            if failure is not None:
+                raise failure
+            url = self._redirected(url, location)
+            if (there := urlsplit(url)).netloc != parts.netloc or there.scheme != parts.scheme:
+                headers = {name: value for name, value in headers.items() if name.lower() not in _PRIVATE}
+        raise Failure("the server redirects in a circle, or to an address that may not be read")
+
+    def _redirected(self, url: str, location: str) -> str:
+        with contextlib.suppress(ValueError):
+            there = urlsplit(urljoin(url, quote(location, safe="%/:?#[]@!$&'()*+,;=~")))
+            if there.scheme == "http" and not self._allow_http:
+                raise Failure("the server redirects to plain http")
+            if there.scheme in ("http", "https") and there.hostname and there.port != 0:
+                return there.geturl()
+        raise Failure("the server redirects in a circle, or to an address that may not be read")
+
+    @contextlib.contextmanager
+    def _response(
+        self, parts: SplitResult, headers: Mapping[str, str], until: float
+    ) -> Generator[http.client.HTTPResponse]:
+        """Yields an answer, a redirection as well. Its connection is reused if its whole body was read, or if the rest
+        of it is short.
+        """
+        proxy = self._proxy(parts)
+        target = parts._replace(scheme="", netloc="", path=parts.path or "/", fragment="").geturl()
+        if proxy is not None and parts.scheme == "http":
+            target, headers = parts._replace(fragment="").geturl(), {**headers, **_proxy_headers(proxy)}
+        idle = self._idle.setdefault((parts.scheme, parts.netloc), collections.deque(maxlen=_IDLE))
+        connection, response, reusable = None, None, False
+        try:
+            with _explained():
+                while response is None:
+                    with contextlib.suppress(IndexError):
+                        connection = idle.pop()
+                    if connection is not None and select.select([connection.sock], [], [], 0)[0]:
+                        connection.close()  # the server closed it, or sent more than the last answer
+                        connection = None
+                        continue
+                    used = connection is not None
+                    connection = connection or self._connected(parts, proxy, until)
+                    sock = _Timed(connection.sock, self._read_seconds, until)
+                    connection.response_class = lambda _, sock=sock, **given: http.client.HTTPResponse(sock, **given)  # pyright: ignore
+                    try:
+                        connection.request("GET", target, headers=headers)
+                        response = connection.getresponse()
+                    except (ConnectionError, http.client.HTTPException):
+                        # The server may have closed it since its last use, or sent more than its last answer.
+                        connection.close()
+                        connection = None
+                        if not used:
+                            raise
+            yield response
+            if (response.length or 0) <= _MOST_ERROR and not response.chunked:
+                with contextlib.suppress(OSError, http.client.HTTPException):
+                    response.read(_MOST_ERROR)
+            reusable = response.isclosed() and not response.will_close
+        finally:
+            if response is not None:
+                response.close()  # Python 3.13 prints an error if the garbage collector does, after its socket's
+            if connection is not None and reusable and len(idle) < _IDLE:
+                idle.append(connection)
+            elif connection is not None:
+                connection.close()
+
+    def _connected(self, parts: SplitResult, proxy: SplitResult | None, until: float) -> http.client.HTTPConnection:
+        where = proxy or parts
+        seconds = max(min(self._connect_seconds, until - time.monotonic()), 0.001)
+        host, port = where.hostname or "", where.port or (443 if where.scheme == "https" else 80)
+        if parts.scheme == "https":
+            connection = http.client.HTTPSConnection(host, port, timeout=seconds, context=_context(*self._certificates))
+        else:
+            connection = http.client.HTTPConnection(host, port, timeout=seconds)
+        if proxy is not None and parts.scheme == "https":
+            connection.set_tunnel(parts.hostname or "", parts.port, _proxy_headers(proxy))
+        try:
+            connection.connect()
+        except (ssl.SSLCertVerificationError, socket.gaierror, TimeoutError):
+            connection.close()
+            raise
+        except OSError:
+            connection.close()
+            raise Failure("the server cannot be reached", True) from None
+        return connection
+
+    def _proxy(self, parts: SplitResult) -> SplitResult | None:
+        address = self._proxies.get(parts.scheme) or self._proxies.get("all")
+        if not address or _is_excluded(parts.hostname or "", self._excludes):
+            return None
+        proxy = urlsplit(address if "://" in address else f"http://{address}")
+        if proxy.scheme != "http" or not proxy.hostname:
+            raise Failure("the proxy's address has to begin with http://; https is tunnelled through it")
+        return proxy
+
+
+class _Timed(io.RawIOBase):
+    """A socket for `HTTPResponse`: every read has a time limit, and so have all of them together."""
+
+    def __init__(self, sock: Any, seconds: float, until: float) -> None:
+        super().__init__()
+        self._sock, self._file, self._seconds, self._until = sock, sock.makefile("rb", buffering=0), seconds, until
+        sock.settimeout(max(min(seconds, until - time.monotonic()), 0.001))
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        return io.BufferedReader(self)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._sock.settimeout(min(self._seconds, left))
+        return self._file.readinto(buffer)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+@contextlib.contextmanager
+def _explained() -> Generator[None]:
+    """Raises errors of a connection as a Failure."""
+    try:
+        yield
+    except TimeoutError:
+        raise Failure("the server stopped answering", True) from None
+    except ssl.SSLCertVerificationError:
+        raise Failure("the server's certificate is not trusted") from None
+    except socket.gaierror:
+        raise Failure("the server's name cannot be found", True) from None
+    except (http.client.RemoteDisconnected, http.client.IncompleteRead):
+        raise Failure(_BROKE_OFF, True) from None
+    except http.client.HTTPException:
+        raise Failure("the server's answer has invalid headers, or too many or too long ones") from None
+    except OSError:
+        raise Failure(_BROKE_OFF, True) from None
+
+
+def _failure(response: http.client.HTTPResponse) -> Failure | None:
+    if response.status not in (200, 206):
+        return failure_of_status(response.status, response.headers.get("Retry-After", ""))
+    if response.headers.get("Content-Encoding", "identity").strip().lower() != "identity":
+        return Failure("the server sends files compressed, so ranges of them cannot be read")
+    return None
+
+
+def _meta(response: http.client.HTTPResponse, wanted: tuple[int, int] | None) -> dict[str, Any]:
+    """The size and version of an object, from the headers of an answer, after a check of the range."""
+    length = response.headers.get("Content-Length", "")  # `HTTPResponse` drops it if there is no body
+    size = int(length) if length.isdecimal() and len(length) < 20 else -1
+    if wanted is not None:
+        if response.status != 206:
+            raise Failure("the server does not serve ranges of files")
+        span = _SPAN.fullmatch(response.headers.get("Content-Range", ""))
+        if span is None:
+            raise Failure("the server answered with an invalid Content-Range")
+        first, last, size = map(int, span.groups())
+        if first != wanted[0] or last != min(wanted[1], size) - 1:
+            raise Failure("the server answered with another range than the requested one")
+        if response.length is None:
+            raise Failure("the server does not state the length of its answer")
+    headers = response.headers
+    return {"size": size, "e_tag": headers.get("ETag"), "last_modified": headers.get("Last-Modified")}
+
+
+@functools.lru_cache(maxsize=8)
+def _context(root_certificate: str, invalid: bool) -> ssl.SSLContext:
+    context, paths = ssl.create_default_context(), ssl.get_default_verify_paths()
+    if not (paths.cafile or paths.capath):  # this Python does not find the system's certificates
+        with contextlib.suppress(ImportError):
+            context.load_verify_locations(importlib.import_module("certifi").where())
+    if root_certificate:
+        context.load_verify_locations(cadata=root_certificate)
+    if invalid:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+def _is_excluded(host: str, excludes: str) -> bool:
+    """Returns True if a host needs no proxy: the host, its domain or its network is excluded."""
+    for entry in excludes.replace(",", " ").split():
+        name = entry.lstrip("*.").lower()
+        if not name or host == name or host.endswith(f".{name}"):
+            return True
+        with contextlib.suppress(ValueError):
+            if ipaddress.ip_address(host) in ipaddress.ip_network(entry, strict=False):
+                return True
+    return False
+
+
+def _proxy_headers(proxy: SplitResult) -> dict[str, str]:
+    if proxy.username is None:
+        return {}
+    user = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}"
+    return {"Proxy-Authorization": f"Basic {base64.b64encode(user.encode()).decode()}"}
+
+
+def _close(idle: Mapping[Any, Iterable[http.client.HTTPConnection]]) -> None:
+    for connection in itertools.chain.from_iterable(idle.values()):
+        connection.close()
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode("latin-1") if isinstance(value, bytes) else value
+
+
+def _is_true(value: Any) -> bool:
+    return str(value).lower() in ("1", "true", "on", "yes", "t", "y")
+
+
+def _duration(text: str | None, default: float) -> float:
+    """Parses a duration in obstore's form: `"1m 30s"`, `"250ms"`."""
+    if not text:
+        return default
+    return sum(
+        float(amount) * next(seconds for name, seconds in _UNITS if unit.startswith(name))
+        for amount, unit in _AMOUNTS.findall(text)
+    )

@@ -30,7 +30,7 @@ from lazymodel._tensors.lazy import LazyTensor
 from lazymodel.checkpoints._checkpoint import newest_step
 from lazymodel.checkpoints._open import staging_folder, weight_files
 from lazymodel.checkpoints._orbax import find_item
-from lazymodel.checkpoints._safetensors import DTYPES, FLOAT4, MAX_HEADER, SAVE_KEY, is_numbered, open_loose
+from lazymodel.checkpoints._safetensors import DTYPES, FLOAT4, MAX_HEADER, SAVE_KEY, is_numbered
 from lazymodel.checkpoints._untrusted import indexed_shards
 
 SINGLE = "model.safetensors"
@@ -158,6 +158,7 @@ class FolderDestination(Destination):
 
     def _there(self) -> Path | None:
         self._old = old_files(self.path)
+        check_loose(self.path, self._old, self.files)
         return self.path / self._old[0] if self._old else None
 
     def commit(self) -> None:
@@ -171,8 +172,6 @@ class FolderDestination(Destination):
                 self._stage.replace_files([], SINGLE, others)
 
     def _commit_shards(self) -> None:
-        if self._old and not {INDEX, SINGLE} & set(self._old):
-            self._index_old()
         usual = [file.name for file in self.files]
         version, names = 1, usual
         while any(os.path.lexists(self.path / name) for name in names):
@@ -188,12 +187,6 @@ class FolderDestination(Destination):
         else:
             # The shards without an index would look complete before it comes; the index without its shards does not.
             self._stage.replace_files([INDEX, *names[:-1]], names[-1], [])
-
-    def _index_old(self) -> None:
-        """Gives old shards without an index one, so that new ones can come alongside."""
-        if (index := index_of_loose(self.path, self._old)) is not None:
-            (self._stage.new / INDEX).write_text(index, encoding="utf-8")
-            self._stage.replace_files([], INDEX, [])
 
 
 class WholeFolder(Destination):
@@ -242,14 +235,13 @@ def index_text(total: int, weights: dict[str, str]) -> str:
     return json.dumps(content, indent=2, sort_keys=True) + "\n"
 
 
-def index_of_loose(folder: Location, names: Sequence[str]) -> str | None:
-    """An index of shards that have none; None where they are not complete, or not a checkpoint for another reason."""
-    try:
-        with open_loose(folder, [folder / name for name in names]) as old:
-            weights = {name: os.path.basename(tensor.source.file) for name, tensor in old.items()}
-            return index_text(sum(tensor.nbytes for tensor in old.values()), weights)
-    except LazyModelError:
-        return None
+def check_loose(folder: Location, old: Sequence[str], files: Sequence[SavedFile]) -> None:
+    """Raises LazyModelError where old shards have no index, so that a reader would mix them with new ones."""
+    if len(files) > 1 and old and not {INDEX, SINGLE} & set(old):
+        raise LazyModelError(
+            f"{folder} has shards without an index, {old[0]} first, which would be mixed with new ones; remove them, "
+            "save one file (max_shard_size), or save to another folder"
+        )
 
 
 def old_files(folder: Location, ignored: re.Pattern[str] | None = None) -> list[str]:

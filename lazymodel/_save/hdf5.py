@@ -73,29 +73,19 @@ class Hdf5Shards(Destination):
         content = {"metadata": {"total_size": total}, "weight_map": weights}
         with writing(self._index):
             (self._stage.new / self._index.name).write_text(json.dumps(content, indent=4), encoding="utf-8")
-        before = self._text()
-        try:
-            replace_shards(self._stage, self._index.name)
-        except LazyModelError as error:
-            if self._text() == before:
-                raise
-            warn(f"{self._index} is saved, under names of shards that Keras does not look for. Save once more: {error}")
-
-    def _text(self) -> str | None:
-        """The index that counts."""
-        return self._index.read_text(encoding="utf-8") if self._index.exists() else None
+        replace_shards(self._stage, self._index.name)
 
 
 def replace_shards(stage: Staging, index: str) -> None:
     """Puts the index and shards that are in `stage.new` in place, under the names that they have there."""
+    aside: dict[str, str] = {}
     with writing(stage.destination):
         text = (stage.new / index).read_text(encoding="utf-8")
         shards = sorted(set(os.listdir(stage.new)) - {index})
         base = index.removesuffix(".json").replace(".weights", "")
         pattern = re.compile(re.escape(base) + r"_(\d{5,})\.weights\.h5")
         there = {name: int(match[1]) for name in os.listdir(stage.destination) if (match := pattern.fullmatch(name))}
-        counted = there if (stage.destination / index).exists() else {}
-        if counted.keys() & set(shards):
+        if there.keys() & set(shards) and (stage.destination / index).exists():
             # Under names of their own first: what the index that is there refers to stays as it is until then.
             first = max([*there.values(), len(shards)]) + 1
             aside = {name: f"{base}_{first + number:05}.weights.h5" for number, name in enumerate(shards)}
@@ -103,14 +93,20 @@ def replace_shards(stage: Staging, index: str) -> None:
                 os.rename(stage.new / name, stage.new / other)
             (stage.new / index).write_text(_renamed(text, aside), encoding="utf-8")
             stage.replace_files(list(aside.values()), index, [])
+    try:
+        with writing(stage.destination):
             for name, other in aside.items():
                 try:
                     os.link(stage.destination / other, stage.new / name)
                 except OSError:  # a file system without links
                     shutil.copyfile(stage.destination / other, stage.new / name)
             (stage.new / index).write_text(text, encoding="utf-8")
-            there |= dict.fromkeys(aside.values(), 0)
-    stage.replace_files(shards, index, sorted(there.keys() - set(shards)))
+        stage.replace_files(shards, index, sorted({*there, *aside.values()} - set(shards)))
+    except LazyModelError as error:
+        if not aside:
+            raise
+        where = stage.destination / index
+        warn(f"{where} is saved, under names of shards that Keras does not look for. Save once more: {error}")
 
 
 def _renamed(text: str, names: dict[str, str]) -> str:

@@ -40,8 +40,8 @@ from lazymodel._save.destination import (
     SavedFile,
     SaveOptions,
     check_file,
+    check_loose,
     check_overwrite,
-    index_of_loose,
     index_text,
     old_files,
 )
@@ -301,7 +301,7 @@ class RemoteDestination:
         self._row = _row_nbytes(options.budget, len(self._processes))
         self._sent = Counter[str]()  # chunks of each file
         self._last: Upload | None = None  # of the one file that counts itself
-        self._begins_commit = self._indexed = False
+        self._begins_commit = False
         self._find_old(alone=options.shard_size is None)
 
     def _find_old(self, *, alone: bool) -> None:
@@ -325,8 +325,7 @@ class RemoteDestination:
         self._alone = alone  # the one file is itself what counts, once its upload is completed
         if alone:
             self._version = version_of(self._decides)
-        # Each name of a loose shard is one of a checkpoint that a reader would mix with what is coming.
-        self._loose = old if old and not alone and not {INDEX, SINGLE} & set(old) else []
+        check_loose(self._where, old, self.files)
         self._old = [name for name in dict.fromkeys([*old, *leftovers]) if name != self._decides.name]
 
     @contextlib.contextmanager
@@ -336,7 +335,6 @@ class RemoteDestination:
         try:
             if leads:
                 check_overwrite(self._there, overwrite)
-                self._index_old()
             yield
         except BaseException:
             if self._last is not None:
@@ -344,12 +342,6 @@ class RemoteDestination:
             if leads:
                 self._delete(self._new)
             raise
-
-    def _index_old(self) -> None:
-        """Gives old shards without an index one, so that new ones can come alongside."""
-        if self._loose and (index := index_of_loose(self._folder, self._loose)) is not None:
-            replace(self._decides, index.encode(), None)
-            self._version, self._indexed = version_of(self._decides), True
 
     def write(self, stage: CollectiveScope) -> None:
         """Sends this process's files, and gives the others what they need of its tensors, until any process fails."""
@@ -446,10 +438,9 @@ class RemoteDestination:
                     chunk.tensor.source.release()
 
     def _delete(self, files: Sequence[SavedFile]) -> None:
-        """Removes files that do not count, and an index of old shards; what cannot be, the next save removes."""
-        if (not self._alone or self._indexed) and not self._committed():
-            index = [self._decides] if self._indexed else []
-            delete([self._folder / file.name for file in files if not self._alone] + index)
+        """Removes files that do not count; what cannot be, the next save removes."""
+        if not self._alone and not self._committed():
+            delete([self._folder / file.name for file in files])
 
     def commit(self) -> None:
         """Makes complete files count instead of the old ones, which are removed."""

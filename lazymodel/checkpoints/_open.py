@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, cast
 
 from lazymodel._devices.collective import opening, run_store
 from lazymodel._errors import CheckpointError, LazyModelError, LazyModelWarning
-from lazymodel._remote.hugging_face import cached_commit, cached_snapshot, is_offline
 from lazymodel._remote.path import Location, RemotePath
 from lazymodel._remote.requests import Unavailable
+from lazymodel._remote.store import cached_commit, cached_snapshot, is_offline
 from lazymodel._remote.url import is_url
 from lazymodel._show.page import Bars, Grid, Section, Text, Treemap
 from lazymodel._show.table import Column, Report, Table, plain, shape_text

@@ -94,7 +94,6 @@ WORLDS = {
     "sharded over sharded": World("saved", SHARDED, SHARDED),
     "sharded over more shards": World("saved", {"max_shard_size": 50}, SHARDED),
     "single over loose": World("saved", SHARDED, {}, loose=True),
-    "sharded over loose": World("saved", SHARDED, SHARDED, loose=True),
     "hdf5 over hdf5": World("x.weights.h5", {}, {}),
     "hdf5 shards over hdf5 shards": World("x.weights.json", _HDF5_SHARDS, _HDF5_SHARDS),
     "numpy over numpy": World("x.npz", {}, {}),

@@ -117,13 +117,6 @@ def test_places_that_cannot_be_written_to(url: str, words: str) -> None:
     assert "SECRET" not in str(caught.value)
 
 
-def test_arguments_that_do_not_fit_together(tmp_path: Path) -> None:
-    with pytest.raises(lm.LazyModelError, match="storage_options are for URLs, found a path"):
-        lm.save({"w": np.ones(1)}, tmp_path / "saved", storage_options={"region": "x"})
-    with pytest.raises(lm.LazyModelError, match="gs://uploads/saved: only safetensors are saved to buckets"):
-        lm.save({"w": np.ones(1)}, "gs://uploads/saved", format="orbax")
-
-
 # Failures -------------------------------------------------------------------------------------------------------------
 
 

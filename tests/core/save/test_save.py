@@ -261,19 +261,6 @@ def test_large_runs_go_past_the_page_cache(tmp_path: Path, monkeypatch: pytest.M
 # Failures -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_failure_leaves_nothing(
-    tmp_path: Path, arrays: dict[str, jax.Array], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(fd: int, data: Any, offset: int) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "pwrite", full)
-    for target in ("saved", "x.safetensors"):
-        with pytest.raises(lm.LazyModelError, match=rf"cannot write .*{target} \(.*safetensors\): No space left"):
-            lm.save(arrays, tmp_path / target)
-    assert files_in(tmp_path) == []
-
-
 @pytest.mark.parametrize(
     ("given", "options", "message"),
     [
@@ -316,20 +303,6 @@ def test_a_donated_array_is_named(tmp_path: Path) -> None:
 # Orbax ----------------------------------------------------------------------------------------------------------------
 
 
-def test_orbax_comes_back(tmp_path: Path, mesh8: jax.sharding.Mesh) -> None:
-    pytest.importorskip("orbax.checkpoint")
-    values = {"a/b": random_bits(np.dtype(np.uint32), (8, 4)), "a/c": random_bits(np.dtype(ml_dtypes.bfloat16), (16,))}
-    arrays = {"a/b": placed(values["a/b"], mesh8, "model"), "a/c": placed(values["a/c"], mesh8, "model")}
-    renamed = WeightMap({"a/{n}": "params/{n}"})
-    lm.save(arrays, tmp_path / "saved", format="orbax", mapping=renamed)
-    with lm.open_checkpoint(tmp_path / "saved") as ckpt:
-        assert {name: tensor.read().tobytes() for name, tensor in ckpt.items()} == {
-            f"params/{name[2:]}": value.tobytes() for name, value in values.items()
-        }
-    with pytest.raises(lm.LazyModelError, match="there is a checkpoint already: .*saved. Pass overwrite=True"):
-        lm.save(arrays, tmp_path / "saved", format="orbax")
-
-
 def test_what_cannot_be_read_within_the_budget_is_not_begun(tmp_path: Path) -> None:
     np.savez_compressed(tmp_path / "a.npz", w=np.zeros(1 << 18, np.float32))
     with pytest.raises(lm.LazyModelError, match=r"'w': reading any of it takes .* more than max_host_memory=1\.00 KiB"):
@@ -337,35 +310,16 @@ def test_what_cannot_be_read_within_the_budget_is_not_begun(tmp_path: Path) -> N
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {
-            "a": {"w": np.ones((2, 3), "float32"), "none": np.zeros((0, 4), "int8")},
-            "b": [jnp.zeros((3, 0), "bfloat16")],
-        },
-        {"only": jnp.zeros((0,), "float32")},
-    ],
-    ids=["some", "all"],
-)
-def test_orbax_arrays_without_elements(tmp_path: Path, given: dict[str, Any]) -> None:
-    orbax = pytest.importorskip("orbax.checkpoint")
-    lm.save(given, tmp_path / "saved", format="orbax")
-    abstract = lm.build_abstract(lambda: given)
+def test_orbax_with_no_array_that_has_elements(tmp_path: Path) -> None:
+    lm.save({"only": jnp.zeros((0, 3), "bfloat16")}, tmp_path / "saved", format="orbax")
+    abstract = lm.build_abstract(lambda: {"only": jnp.zeros((0, 3), "bfloat16")})
     with lm.open_checkpoint(tmp_path / "saved") as ckpt:
-        assert set(ckpt) == set(abstract)
-        for name, variable in abstract.items():
-            assert (ckpt[name].shape, ckpt[name].dtype) == (variable.shape, variable.dtype)
-            assert ckpt[name].read().shape == variable.shape
+        assert (ckpt["only"].shape, ckpt["only"].dtype) == ((0, 3), jnp.bfloat16)
         abstract.materialize(ckpt, initialize="nothing")
         lm.save(ckpt, tmp_path / "again", format="orbax")
     with lm.open_checkpoint(tmp_path / "again") as ckpt:
-        assert set(ckpt) == set(abstract)
+        assert set(ckpt) == {"only"}
     assert not problems(tmp_path / "saved")
-    if "a" in given:
-        with orbax.StandardCheckpointer() as checkpointer:  # restores the others
-            restored = checkpointer.restore(tmp_path / "saved")
-        assert restored["a"]["none"] is None and (restored["a"]["w"] == 1).all()
 
 
 @pytest.mark.parametrize("said", [["float32", [2]], ["object", [0]], ["x", [0]], ["int8", [-1, 0]], ["int8"], 3])
