@@ -208,10 +208,6 @@ def _quick_collections() -> Generator[None]:
 # Keras' quantization functions ---------------------------------------------------------------------------------------
 
 
-def _dtype(name: str) -> np.dtype[Any]:
-    return jax.numpy.dtype(name)
-
-
 def _chunked(outputs: Callable[..., tuple[tuple[int, ...], list[Output]]]) -> Callable[..., Any]:
     """A replacement for a quantization function of Keras: for a lazy tensor, its results are computed in chunks.
 
@@ -236,15 +232,15 @@ def _chunked(outputs: Callable[..., tuple[tuple[int, ...], list[Output]]]) -> Ca
 def _over_axes(tensor: LazyTensor, axis: Any, dtype: str) -> tuple[tuple[int, ...], list[Output]]:
     axes = {index % tensor.ndim for index in ((axis,) if isinstance(axis, int) else axis)}
     reduced = tuple(extent if index in axes else 1 for index, extent in enumerate(tensor.shape))
-    values = Output(_dtype(dtype), (1,) * tensor.ndim, lambda found: found[0])
+    values = Output(jax.numpy.dtype(dtype), (1,) * tensor.ndim, lambda found: found[0])
     return reduced, [values, Output(tensor.dtype, reduced, lambda found: found[1], small=True)]
 
 
 def _over_groups(tensor: LazyTensor, block_size: int, dtype: str) -> tuple[tuple[int, ...], list[Output]]:
     groups = (block_size, 1)
-    values = Output(_dtype(dtype), (1, 1), lambda found: found[0])
+    values = Output(jax.numpy.dtype(dtype), (1, 1), lambda found: found[0])
     scales = Output(tensor.dtype, groups, lambda found: found[1], small=True)
-    return groups, [values, scales, Output(_dtype("int8"), groups, lambda found: found[2], small=True)]
+    return groups, [values, scales, Output(jax.numpy.dtype("int8"), groups, lambda found: found[2], small=True)]
 
 
 def _pack_int4(original: Any, arr: Any, axis: int = 0, dtype: Any = "int8") -> Any:
@@ -258,7 +254,7 @@ def _pack_int4(original: Any, arr: Any, axis: int = 0, dtype: Any = "int8") -> A
         return _on_host(lambda values: original(values, along, dtype)[:1], found[0])[0]
 
     ratios = tuple(2 if index == along else 1 for index in range(tensor.ndim))
-    packed = np.transpose(tensor.source.computation.output(Output(_dtype(dtype), ratios, pack)), order)
+    packed = np.transpose(tensor.source.computation.output(Output(jax.numpy.dtype(dtype), ratios, pack)), order)
     return packed, packed.shape, tensor.shape[axis]
 
 

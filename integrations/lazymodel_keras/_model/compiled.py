@@ -196,10 +196,15 @@ def _lower_generate(
 
 
 def _struct(value: Any) -> Any:
-    """The struct of an array; anything else, such as a static argument's number, unchanged."""
+    """The struct of an array for a jitted function, with its sharding if it is committed to that.
+
+    Anything else, such as a static argument's number, is returned unchanged.
+    """
     if isinstance(value, jax.ShapeDtypeStruct) or not hasattr(value, "dtype"):
         return value
-    return _as_struct(value) if isinstance(value, jax.Array) else jax.ShapeDtypeStruct(value.shape, value.dtype)
+    dtype = jax.dtypes.canonicalize_dtype(value.dtype)
+    sharding = value.sharding if isinstance(value, jax.Array) and value.committed else None
+    return jax.ShapeDtypeStruct(value.shape, dtype, sharding=sharding)
 
 
 def _text(data: Any) -> str:
@@ -287,11 +292,17 @@ def _example(model: Any, batch: int) -> Any:
 
 
 def _preprocessed(model: Any, what: str, sequence: int | None, preprocess: Callable[[], Any]) -> Any:
+    """The result of preprocessing, padded to a length."""
+    own = model.preprocessor.sequence_length if sequence is not None else None
     try:
-        with _padded(model.preprocessor, sequence):
-            return jax.tree.map(np.asarray, preprocess())
+        if sequence is not None:
+            model.preprocessor.sequence_length = sequence
+        return jax.tree.map(np.asarray, preprocess())
     except Exception as error:
         raise _rejected_example(model, what, error) from error
+    finally:
+        if sequence is not None:
+            model.preprocessor.sequence_length = own
 
 
 def _rejected_example(model: Any, what: str, error: Exception) -> LazyModelError:
@@ -300,20 +311,6 @@ def _rejected_example(model: Any, what: str, error: Exception) -> LazyModelError
         f"{model.name!r} cannot be called with what Compile({what!r}) gives it ({type(error).__name__}: {error}). "
         f"Pass another batch size, or an example of its inputs: Compile({what!r}, x)"
     )
-
-
-@contextlib.contextmanager
-def _padded(preprocessor: Any, sequence: int | None) -> Generator[None]:
-    """Makes a preprocessor pad to a length in the block."""
-    if sequence is None:
-        yield
-        return
-    own = preprocessor.sequence_length
-    preprocessor.sequence_length = sequence
-    try:
-        yield
-    finally:
-        preprocessor.sequence_length = own
 
 
 def _labels(model: Any, x: Any) -> np.ndarray:
@@ -351,15 +348,8 @@ def _placed(batch: Any) -> Any:
     def struct(value: Any) -> jax.ShapeDtypeStruct:
         array = np.asarray(value)
         if distribution is None:
-            return _as_struct(array)
+            return _struct(array)
         layout = distribution.get_data_layout(array.shape).backend_layout
-        return _as_struct(jax.make_array_from_process_local_data(layout, array))
+        return _struct(jax.make_array_from_process_local_data(layout, array))
 
     return jax.tree.map(struct, batch)
-
-
-def _as_struct(array: Any) -> jax.ShapeDtypeStruct:
-    """The struct of an array for a jitted function: with its sharding, if it is committed to that."""
-    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
-    sharding = array.sharding if isinstance(array, jax.Array) and array.committed else None
-    return jax.ShapeDtypeStruct(array.shape, dtype, sharding=sharding)

@@ -524,12 +524,9 @@ def _warn_computed(computed: Mapping[str, GivenValue]) -> None:
     if not large:
         return
     described = listed(f"{path} {found.shape} {format_bytes(found.whole_nbytes)}" for path, found in large.items())
-    twice = [path for path, found in large.items() if found.twice]
     warn(
         f"{len(large)} variables of more than {format_bytes(LARGE)} are kept whole on the host, as their initializers "
-        f"make them of NumPy arrays: {described}. What keras.random, keras.ops and JAX make is made on devices"
-        + (f"; called twice, as they need values: {listed(twice)}" if twice else "")
-        + "."
+        f"make them of NumPy arrays: {described}. What keras.random, keras.ops and JAX make is made on devices."
     )
 
 

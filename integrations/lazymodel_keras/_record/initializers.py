@@ -57,13 +57,11 @@ class GivenValue:
         value: The array.
         origin: The name of the initializer that made it, or `constant`.
         computed: True if an initializer made it, False if the code that created the variable did.
-        twice: True if the initializer was called twice.
     """
 
     value: Any
     origin: str = "constant"
     computed: bool = False
-    twice: bool = False
 
     def __call__(self, shape: Any, dtype: Any = None) -> Any:
         with contextlib.nullcontext() if self.whole_nbytes > LARGE else jax.ensure_compile_time_eval():
@@ -193,19 +191,16 @@ def initial_value(variable: Any, initializer: Any) -> InitialValue:
     def run() -> Any:
         return _upstream.as_tensor(variable, initializer(shape, dtype=dtype), None)
 
-    twice = False
     if math.prod(shape) * jnp.dtype(dtype).itemsize > LARGE:
-        try:
-            with _undone_if_not_traced():
-                return _computed(trace_function(run, (), {}), origin)
-        except Exception:  # it needs the values of arrays; any other error occurs again below
-            twice = True
+        # It may need the values of arrays; any other error occurs again below.
+        with contextlib.suppress(Exception), _undone_if_not_traced():
+            return _computed(trace_function(run, (), {}), origin)
     error: Exception | None = None
     try:
         with jax.ensure_compile_time_eval():  # even inside another trace
             values = run()
             if not isinstance(values, jax.core.Tracer):
-                return GivenValue(np.array(values), origin, computed=True, twice=twice)
+                return GivenValue(np.array(values), origin, computed=True)
     except jax.errors.UnexpectedTracerError as unexpected:
         error = unexpected
     raise LazyModelError(

@@ -152,13 +152,8 @@ class RemoteFiles:
         return path if folder is None else folder.location(path)
 
     def gguf(self, path: str) -> GgufFolder | None:
-        """The GGUF file for a placeholder path; None for other paths."""
-        folder = self._holding(path)
-        return folder if isinstance(folder, GgufFolder) else None
-
-    def gguf_preset(self, preset: Any) -> GgufFolder | None:
-        """The GGUF file of a registered preset; None for others."""
-        folder = self._folders.get(preset)
+        """The GGUF file for a placeholder path or a registered preset; None for others."""
+        folder = self._folders.get(path) or self._holding(path)
         return folder if isinstance(folder, GgufFolder) else None
 
     def located(self, path: Any) -> Any:

@@ -428,7 +428,7 @@ def _from_preset(original: Any, cls: Any, preset: Any, *args: Any, **kwargs: Any
 @while_recording(_upstream.transformers_loader, "__init__")
 def _convert_otherwise(recording: Any, original: Any, self: Any, preset: Any, config: Any) -> None:
     """Makes one of our converters convert a GGUF file of a model that KerasHub has no converter for."""
-    folder = recording.remote.gguf_preset(preset)
+    folder = recording.remote.gguf(preset)
     ours = None if folder is None else converter(folder.row)
     original(self, preset, config if ours is None else {**config, "model_type": "llama"})
     if ours is not None:
@@ -440,14 +440,12 @@ def _keep_saved_policies(recording: Any, original: Any, self: Any, **kwargs: Any
     """Keeps the dtype policies of a quantized preset, which its loader would overwrite with None."""
     own, others = original(self, **kwargs)
     saved = (self.config.get("config") or {}).get("dtype")
-    if own.get("dtype") is None and isinstance(saved, dict) and _is_quantized(keras.dtype_policies.get(saved)):
-        own["dtype"] = saved
+    if own.get("dtype") is None and isinstance(saved, dict):
+        policy = keras.dtype_policies.get(saved)
+        policies = policy.values() if isinstance(policy, keras.dtype_policies.DTypePolicyMap) else [policy]
+        if any(policy.quantization_mode is not None for policy in policies):
+            own["dtype"] = saved
     return own, others
-
-
-def _is_quantized(policy: Any) -> bool:
-    policies = policy.values() if isinstance(policy, keras.dtype_policies.DTypePolicyMap) else [policy]
-    return any(policy.quantization_mode is not None for policy in policies)
 
 
 _EXPERTS = ("gate_up_proj", "down_proj")
