@@ -229,7 +229,11 @@ class KerasAdapter:
         result shows it; see `build_factory`.
         """
         known = _is_keras(build)
-        return may_be_keras(build) if known is None else known
+        if known is not None:
+            return known
+        if not callable(build) or hasattr(build, "init") or hasattr(build, _TRACED):
+            return False
+        return jax.tree_util.all_leaves([build])  # others are models of a framework whose models are pytrees
 
     def build_abstract(self, build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractModel[Any]:
         """Runs `build(*args, **kwargs)` with every variable left abstract."""
@@ -300,13 +304,6 @@ class _MakesKeras(BaseException):
     """Ends the trace of a function that creates something of Keras; no `except Exception` of a user catches it."""
 
 
-def may_be_keras(build: Any) -> bool:
-    """Returns True for a function, which may return a Keras model."""
-    if not callable(build) or hasattr(build, "init") or hasattr(build, _TRACED):
-        return False
-    return jax.tree_util.all_leaves([build])  # others are models of a framework whose models are pytrees
-
-
 def build_factory(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any], what: str) -> AbstractModel[Any]:
     """Returns the abstract model of `build(*args, **kwargs)`, for any framework; `what` names it in messages.
 
@@ -330,7 +327,7 @@ def build_factory(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wha
             made()
         return result
 
-    setattr(traced, _TRACED, True)  # `may_be_keras` is then False
+    setattr(traced, _TRACED, True)  # the adapter then leaves it to JAX
     with contextlib.suppress(_MakesKeras):
         return lazymodel.build_abstract(traced, *args, **kwargs)
     if problem:

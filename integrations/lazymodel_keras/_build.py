@@ -280,21 +280,16 @@ def _on_host(function: Callable[..., Any], *args: Any) -> tuple[np.ndarray, ...]
         return tuple(np.asarray(result) for result in function(*args))
 
 
-_QUANTIZERS: dict[str, Callable[..., Any]] = {
+_patches = SharedPatches()
+for _name, _ours in {
     "abs_max_quantize": _chunked(_over_axes),
     "abs_max_quantize_grouped_with_zero_point": _chunked(_over_groups),
     "pack_int4": _pack_int4,
     "unpack_int4": _unpack_int4,
-}
-_patches = SharedPatches()
-
-
-@_patches.register
-def _install(undo: contextlib.ExitStack) -> None:
-    for name, ours in _QUANTIZERS.items():
-        for module in _upstream.QUANTIZERS:
-            if hasattr(module, name):  # Keras before 3.14 has no groups
-                _patches.replace(undo, module, name, ours)
+}.items():
+    for _module in _upstream.QUANTIZERS:
+        if hasattr(_module, _name):  # Keras before 3.14 has no groups
+            _patches.replacing(_module, _name)(_ours)
 
 
 class Opening(TypedDict, total=False):

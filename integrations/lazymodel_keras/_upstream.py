@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import functools
 import importlib
 import operator
 import random
@@ -131,15 +132,21 @@ def give_value(variable: Any, array: Any, layout: Any) -> None:
 
 
 @contextlib.contextmanager
-def holding_lazily(values: Sequence[tuple[Any, Any]]) -> Generator[None]:
-    """Temporarily gives abstract variables lazy tensors as values: Keras takes a variable's value as it is."""
+def _holding(attribute: str, values: Sequence[tuple[Any, Any]]) -> Generator[None]:
+    own = [(variable, getattr(variable, attribute)) for variable, _ in values]
     try:
         for variable, value in values:
-            variable._value = value
+            setattr(variable, attribute, value)
         yield
     finally:
-        for variable, _ in values:
-            variable._value = None
+        for variable, value in own:
+            setattr(variable, attribute, value)
+
+
+# Temporarily give abstract variables lazy tensors as values, since Keras takes a variable's value as it is; and other
+# initializers, which are called when their value is read. Both take pairs of a variable and what it gets.
+holding_lazily = functools.partial(_holding, "_value")
+initialized_by = functools.partial(_holding, "_initializer")
 
 
 def uncommitted(array: Any) -> Any:
@@ -148,19 +155,6 @@ def uncommitted(array: Any) -> Any:
     Only the constructor of JAX' own arrays can do this; every public function commits an array to a device.
     """
     return type(array)(array.aval, array.sharding, [array], committed=False)
-
-
-@contextlib.contextmanager
-def initialized_by(variables: Sequence[Any], initializers: Sequence[Any]) -> Generator[None]:
-    """Temporarily gives abstract variables other initializers, which are called when their value is read."""
-    own = [variable._initializer for variable in variables]
-    for variable, initializer in zip(variables, initializers, strict=True):
-        variable._initializer = initializer
-    try:
-        yield
-    finally:
-        for variable, initializer in zip(variables, own, strict=True):
-            variable._initializer = initializer
 
 
 def build_for(model: Any, batch: Any) -> None:

@@ -134,7 +134,7 @@ def test_values_of_abstract_variables_are_those_of_the_scope_or_of_their_initial
         known, other = (keras.Variable("ones", shape=(2,)) for _ in range(2))
         _upstream.not_pending(known)
         _upstream.not_pending(other)
-    with _upstream.initialized_by([known, other], [mock.Mock(), mock.Mock(side_effect=LookupError)]), Scope():
+    with _upstream.initialized_by([(known, mock.Mock()), (other, mock.Mock(side_effect=LookupError))]), Scope():
         assert known.value == "described"
         with pytest.raises(LookupError):
             _ = other.value

@@ -55,9 +55,8 @@ def holding(structs: Sequence[tuple[Any, jax.ShapeDtypeStruct]]) -> Generator[No
 
         return initializer
 
-    abstract = [variable for variable, _ in structs]
     with (
-        _upstream.initialized_by(abstract, [reject(variable) for variable in abstract]),
+        _upstream.initialized_by([(variable, reject(variable)) for variable, _ in structs]),
         _Described({id(variable): struct for variable, struct in structs}),
     ):
         yield

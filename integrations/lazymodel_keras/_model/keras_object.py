@@ -549,20 +549,10 @@ def held_lazily(value: Any) -> LazyTensor | None:
     return value if isinstance(value, LazyTensor) else None
 
 
-def _axes(axis: Any) -> Any:
-    return axis if axis is None or isinstance(axis, int) else tuple(axis)
+lazy_operations = SharedPatches()
 
 
-_VIEWS: dict[str, Callable[..., Any]] = {
-    "reshape": lambda x, newshape: np.reshape(x, tuple(newshape)),
-    "transpose": lambda x, axes=None: np.transpose(x, axes),
-    "squeeze": lambda x, axis=None: np.squeeze(x, _axes(axis)),
-    "expand_dims": lambda x, axis: np.expand_dims(x, _axes(axis)),
-    "concatenate": lambda xs, axis=0: np.concatenate(xs, axis),
-}
-
-
-def _viewing(view: Callable[..., Any]) -> Callable[..., Any]:
+def _viewing(name: str) -> Callable[..., Any]:
     """An operation of `keras.ops` that returns views of lazy tensors, and of variables that hold one, unread."""
 
     def operation(original: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -570,16 +560,13 @@ def _viewing(view: Callable[..., Any]) -> Callable[..., Any]:
         held = [held_lazily(each) for each in (x if several else [x])]
         if any(tensor is None for tensor in held):
             return original(x, *args, **kwargs)
-        return view(held if several else held[0], *args, **kwargs)
+        # NumPy has other names for the one further argument.
+        further = [tuple(arg) if isinstance(arg, list) else arg for arg in (*args, *kwargs.values())]
+        return getattr(np, name)(held if several else held[0], *further)
 
     return operation
 
 
-lazy_operations = SharedPatches()
-
-
-@lazy_operations.register
-def _install(undo: contextlib.ExitStack) -> None:
-    for name, view in _VIEWS.items():
-        for module in (keras.ops, _upstream.OPS):
-            lazy_operations.replace(undo, module, name, _viewing(view))
+for _name in ("reshape", "transpose", "squeeze", "expand_dims", "concatenate"):
+    for _module in (keras.ops, _upstream.OPS):
+        lazy_operations.replacing(_module, _name)(_viewing(_name))

@@ -69,13 +69,15 @@ class SharedPatches:
             replace(undo, holder, name, call if found is original else type(found)(call))
 
     def replacing(self, owner: Any, name: str) -> Callable[[Any], Any]:
-        """Does so with the decorated function; `owner` may be a function that returns it, or None if there is none."""
+        """Does so with the decorated function; `owner` may be a function that returns it, several, or None."""
 
         def decorate(ours: Any) -> Any:
             @self.register
             def install(undo: contextlib.ExitStack) -> None:
-                if (holder := owner() if inspect.isfunction(owner) else owner) is not None:
-                    self.replace(undo, holder, name, ours)
+                found = owner() if inspect.isfunction(owner) else owner
+                for holder in found if isinstance(found, list) else [found]:
+                    if holder is not None:
+                        self.replace(undo, holder, name, ours)
 
             return ours
 

@@ -319,11 +319,6 @@ class Recording:
             _upstream.set_scope(self.scope)
         return _upstream.current_scope() is self.scope
 
-    def holds_nothing_for(self, variable: Any) -> bool:
-        """Returns True if a variable is recorded and nothing was assigned to it."""
-        recorded = self.of(variable)
-        return recorded is not None and recorded.value is None
-
     def _assign(self, recorded: RecordedVariable, value: Any) -> Any:
         """Replaces `variable.assign` while the variable is abstract."""
         variable: Any = recorded.reference()

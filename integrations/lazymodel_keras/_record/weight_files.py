@@ -47,7 +47,7 @@ from lazymodel.checkpoints._untrusted import (
 )
 from lazymodel_keras import _upstream
 from lazymodel_keras._gguf import GgufModel, converter
-from lazymodel_keras._record.patches import active, recording_patches, replace, while_recording
+from lazymodel_keras._record.patches import replace, while_recording
 from lazymodel_keras._record.remote import StandIn
 
 # (model type, quantization method) for which KerasHub's own converter requests the parts.
@@ -411,16 +411,10 @@ def _read_legacy(recording: Any, original: Any, group: Any) -> Any:
 # KerasHub's loaders and converters -----------------------------------------------------------------------------------
 
 
-@recording_patches.register
-def _install_from_preset(undo: contextlib.ExitStack) -> None:
-    for cls in _upstream.classes_defining("from_preset"):
-        recording_patches.replace(undo, cls, "from_preset", _from_preset)
-
-
-def _from_preset(original: Any, cls: Any, preset: Any, *args: Any, **kwargs: Any) -> Any:
+@while_recording(lambda: _upstream.classes_defining("from_preset"), "from_preset")
+def _from_preset(recording: Any, original: Any, cls: Any, preset: Any, *args: Any, **kwargs: Any) -> Any:
     """Makes KerasHub's messages show a URL without its secrets, and reads a GGUF file for this class."""
-    recording = active()
-    if recording is not None and recording.remote.holds(preset):
+    if recording.remote.holds(preset):
         preset = recording.remote.folder(preset, cls)
     return original(cls, preset, *args, **kwargs)
 

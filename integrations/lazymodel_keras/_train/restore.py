@@ -232,7 +232,8 @@ def read_state(
         raise
     finally:
         for variable in model_variables(model):
-            if _upstream.value(variable) is not None and recording.holds_nothing_for(variable):
+            recorded = recording.of(variable)
+            if _upstream.value(variable) is not None and recorded is not None and recorded.value is None:
                 recording.forget(variable)
 
 

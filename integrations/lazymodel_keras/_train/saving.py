@@ -158,20 +158,11 @@ def _create(
 # Atomic saving --------------------------------------------------------------------------------------------------------
 
 
-@_patches.register
-def _install(undo: contextlib.ExitStack) -> None:
-    ways: list[tuple[Any, str]] = [
-        (_upstream.SAVING_LIB, "save_weights_only"),
-        (_upstream.SAVING_LIB, "save_model"),
-        (_upstream.LEGACY_H5, "save_model_to_hdf5"),
-    ]
-    if (models := _upstream.hub_models()) is not None:
-        ways.append((models.Backbone, "save_lora_weights"))
-        ways += [(cls, "save_to_preset") for cls in _upstream.classes_defining("save_to_preset")]
-    for owner, name in ways:
-        _patches.replace(undo, owner, name, _saved_whole)
-
-
+@_patches.replacing(_upstream.SAVING_LIB, "save_weights_only")
+@_patches.replacing(_upstream.SAVING_LIB, "save_model")
+@_patches.replacing(_upstream.LEGACY_H5, "save_model_to_hdf5")
+@_patches.replacing(lambda: _upstream.classes_defining("save_lora_weights"), "save_lora_weights")
+@_patches.replacing(lambda: _upstream.classes_defining("save_to_preset"), "save_to_preset")
 def _saved_whole(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Does what Keras' or KerasHub's `original` does, completely or not at all."""
     bound = inspect.signature(original).bind(*args, **kwargs)
