@@ -126,7 +126,7 @@ def smallest(*args: Any, **options: Any) -> Callable[[], Any]:
         (lambda: lm.Compile("init", batch=4), "'init' takes neither a function nor sizes; got ... 'batch': 4"),
         (lambda: lm.Compile("init", len, X), "neither a function nor sizes; got"),
         (forward("f"), "a function is called with the model, then the inputs; got 'f'"),
-        (forward(len, (4, 64)), "jax.ShapeDtypeStruct(shape, dtype); got [(4, 64)]"),
+        (forward(len, (4, 64)), "jax.ShapeDtypeStruct(shape, dtype); got (4, 64)"),
         (train(lambda tree: tree["b"]), "needs the loss, a floating-point scalar ... <lambda> returns float32[512]"),
         (train(lambda tree: jnp.ones((), "int32")), "needs the loss, ... <lambda> returns int32[]"),
         (lambda: MODEL.plan().by_module("2"), "depth is a number of path parts, from 1; got '2'"),  # pyright: ignore
