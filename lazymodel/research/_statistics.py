@@ -373,7 +373,8 @@ def _of_block(values: _Array) -> _Numbers:
     wide = values.astype(np.float64)
     mean = float(wide.mean())
     wide -= mean
-    return _Numbers(values.size, mean, math.sqrt(float(wide @ wide) / values.size), low.item(), high.item(), nonfinite)
+    np.square(wide, out=wide)  # not a dot product, for which BLAS would start threads in each of these threads
+    return _Numbers(values.size, mean, math.sqrt(wide.mean()), low.item(), high.item(), nonfinite)
 
 
 def _merged(parts: list[_Numbers]) -> _Numbers:
