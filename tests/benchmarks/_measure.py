@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "integrations")]  # a clone's own packages and tests
 _INTERVAL = 0.002  # seconds between two samples
 BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}  # as installed packages have it: without, imports take seconds more
 
@@ -86,20 +87,36 @@ def script(arguments: Sequence[object], *, env: dict[str, str]) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def child(*given: object, devices: int | None = 8, env: dict[str, str] | None = None) -> Measurement:
+    """Measures `script --child GIVEN ...` of the script that runs, on so many virtual devices or on what there is."""
+    return run(
+        [sys.argv[0], "--child", *map(str, given)], env=(virtual_devices(devices) if devices else {}) | (env or {})
+    )
+
+
+def in_child(work: Callable[..., dict[str, Any] | None]) -> None:
+    """In the process that `child` has started: does the work of the words given, hands over what it took, and ends."""
+    if sys.argv[1:2] != ["--child"]:
+        return
+    with measured() as report:
+        found = work(*sys.argv[2:])
+    emit(report | (found or {}))  # all of it counts, unless it marks something itself
+    raise SystemExit
+
+
 def repository() -> dict[str, str]:
     """The environment that gives a process this repository's packages."""
     paths = [str(ROOT), str(ROOT / "integrations"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(paths)}
 
 
-def arguments(doc: str | None, *, runs: int | None = None, child: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """The parser of a script: --json, --runs where it has a default, and the arguments of --child, which is our own."""
+def arguments(doc: str | None, *, runs: int | None = None, json: bool = True) -> argparse.ArgumentParser:
+    """The parser of a script: --json where there is such, and --runs where it has a default."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    if json:
+        parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     if runs is not None:
         parser.add_argument("--runs", type=int, default=runs)
-    if child:
-        parser.add_argument("--child", nargs=len(child), metavar=tuple(child), help=argparse.SUPPRESS)
     return parser
 
 
@@ -135,10 +152,9 @@ def require_equal(results: dict[str, list[Measurement]], *groups: Iterable[str])
             raise SystemExit(f"{sorted(group)} differ: {digests}")
 
 
-def stock_and_ours(script: str, folder: str, runs: int) -> dict[str, list[Measurement]]:
-    """Runs `script --child stock FOLDER` and `script --child ours FOLDER` in turn; each reports its values' digest."""
-    command = [script, "--child"]
-    results = in_turns(("stock", "ours"), runs, lambda how: run([*command, how, folder], env=virtual_devices()))
+def stock_and_ours(folder: str, runs: int) -> dict[str, list[Measurement]]:
+    """Runs the children `stock FOLDER` and `ours FOLDER` in turn; each reports its values' digest."""
+    results = in_turns(("stock", "ours"), runs, lambda how: child(how, folder))
     require_equal(results)
     return results
 
@@ -158,22 +174,101 @@ def show_loads(results: dict[str, list[Measurement]], dtype: str, *, as_json: bo
     print(f"  ours is {ratio:.1f} × as fast (median of pairs)")
 
 
-def distribute(mesh: Any, layout: Any) -> None:
-    """In the child: Keras' models are split so over its device mesh, and the backend is there."""
+def backend() -> None:
+    """In the child: what JAX starts with is there, which is not what is measured."""
     import jax
+
+    jax.block_until_ready(jax.numpy.zeros(()) + 1)
+
+
+def distribute(layout: Any, **axes: int) -> None:
+    """In the child: Keras' models are split by a layout map, a function of the mesh, and the backend is there."""
     import keras
 
-    distribution = keras.distribution.ModelParallel(layout_map=layout, batch_dim_name=mesh.axis_names[0])
+    mesh = keras.distribution.DeviceMesh(tuple(axes.values()), list(axes), keras.distribution.list_devices())
+    distribution = keras.distribution.ModelParallel(layout_map=layout(mesh), batch_dim_name=mesh.axis_names[0])
     keras.distribution.set_distribution(distribution)
     keras.utils.set_random_seed(0)
-    jax.block_until_ready(jax.numpy.zeros(()) + 1)  # the backend itself is not what is measured
+    backend()
 
 
-def keras_mesh(**axes: int) -> Any:
-    """In the child: Keras' mesh of all devices."""
+def load_keras(load: Callable[[], Any], backed: int) -> dict[str, Any]:
+    """In the child: one load of a Keras model, its bytes and what its values hash to."""
+    import jax
+
+    back_memory(backed)
+    with measured() as report:
+        model = load()
+        jax.block_until_ready([variable.value for variable in model.weights])
+    values = [variable.value for variable in sorted(model.weights, key=lambda variable: variable.path)]
+    return report | {"nbytes": sum(value.nbytes for value in values), "digest": digest(values)}
+
+
+def decoder(
+    vocabulary: int, layers: int, heads: int, pairs: int, hidden: int, intermediate: int, **more: Any
+) -> dict[str, Any]:
+    """What KerasHub's decoders are made with."""
+    names = [
+        "vocabulary_size",
+        "num_layers",
+        "num_query_heads",
+        "num_key_value_heads",
+        "hidden_dim",
+        "intermediate_dim",
+    ]
+    return dict(zip(names, (vocabulary, layers, heads, pairs, hidden, intermediate), strict=True)) | more
+
+
+def save_gemma(folder: Path, config: dict[str, Any]) -> None:
+    """Writes a preset of a Gemma with values that no initializer gives."""
     import keras
+    import keras_hub
+    import numpy as np
 
-    return keras.distribution.DeviceMesh(tuple(axes.values()), list(axes), keras.distribution.list_devices())
+    keras.utils.set_random_seed(1)
+    backbone = keras_hub.models.GemmaBackbone(**config)
+    rng = np.random.default_rng(0)
+    for variable in backbone.weights:
+        variable.assign(rng.standard_normal(variable.shape, dtype=np.float32))
+    backbone.save_to_preset(str(folder))
+
+
+def by_orbax(folder: Path | str, structs: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+    """In the child: a load by Orbax v1's safetensors layout, imported before it is called."""
+    import logging
+
+    import orbax.checkpoint.experimental.v1 as ocp
+
+    logging.disable(logging.WARNING)
+
+    def load() -> dict[str, Any]:
+        with ocp.Context(checkpoint_layout=ocp.options.CheckpointLayout.SAFETENSORS):
+            return ocp.load(folder, structs)
+
+    return load
+
+
+def zeros(structs: dict[str, Any]) -> Any:
+    """In the child: the abstract model of arrays of these shapes and dtypes."""
+    import jax
+
+    import lazymodel as lm
+
+    return lm.build_abstract(lambda: {name: jax.numpy.zeros(each.shape, each.dtype) for name, each in structs.items()})
+
+
+def download(url: str, names: Iterable[str], folder: Path) -> Path:
+    """In the child: files of a preset, as a user of stock gets them who has no bucket mounted."""
+    import obstore
+    from obstore.store import HTTPStore
+
+    store = HTTPStore(url, client_options={"allow_http": True, "timeout": "10m"})
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        with (folder / name).open("wb") as file:
+            for piece in obstore.get(store, name).stream(min_chunk_size=1 << 20):
+                file.write(piece)
+    return folder
 
 
 def write_shards(folder: Path, files: Sequence[dict[str, Any]]) -> None:
@@ -220,13 +315,6 @@ def digest(arrays: Iterable[Any]) -> str:
     for array in arrays:
         found.update(np.asarray(array).tobytes())
     return found.hexdigest()
-
-
-def emit_measured(function: Callable[..., object], *given: Any) -> None:
-    """In the child: does something, and reports what it took."""
-    with measured() as report:
-        function(*given)
-    emit(report)
 
 
 def emit(report: dict[str, Any]) -> None:

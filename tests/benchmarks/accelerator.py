@@ -54,11 +54,8 @@ def save(folder: Path, nbytes: int) -> None:
     _measure.write_shards(folder, [{n: array.view(ml_dtypes.bfloat16) for n, array in each.items()} for each in values])
 
 
-def child(way: str, folder: Path) -> None:
+def load(way: str, folder: Path) -> dict[str, Any]:
     """One way, in a process of its own."""
-    if way == "save":
-        _measure.emit_measured(save, folder, int(sys.argv[4]))
-        return
     import jax
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -67,7 +64,7 @@ def child(way: str, folder: Path) -> None:
 
     devices = jax.local_devices()
     mesh = Mesh(np.array(devices), ("model",))
-    jax.block_until_ready(jax.numpy.zeros(()) + 1)  # the backend itself is not what is measured
+    _measure.backend()
 
     def sharding(shape: tuple[int, ...]) -> NamedSharding:
         axis = max((axis for axis, extent in enumerate(shape) if extent % mesh.size == 0), default=None)
@@ -79,17 +76,17 @@ def child(way: str, folder: Path) -> None:
             for name, tensor in checkpoint.items()
         }
         nbytes = sum(tensor.nbytes for tensor in checkpoint.values())
-    load = _loader(way, folder, structs)
+    loader = _loader(way, folder, structs)
     if devices[0].platform == "cpu":
         _measure.back_memory(2 * nbytes)
     held = [(device.memory_stats() or {}).get("bytes_in_use", 0) for device in devices]
     with _measure.measured() as report:
-        arrays = load()
+        arrays = loader()
         jax.block_until_ready(arrays)
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in devices]
     report |= {"nbytes": nbytes, "devices": f"{len(devices)} × {devices[0].device_kind}"}
     report["device_peak"] = max(peak - start for peak, start in zip(peaks, held, strict=True)) * len(devices) / nbytes
-    _measure.emit(report | {"digest": _measure.digest(arrays[name] for name in sorted(arrays))})
+    return report | {"digest": _measure.digest(arrays[name] for name in sorted(arrays))}
 
 
 def _loader(way: str, folder: Path, structs: dict[str, Any]) -> Callable[[], dict[str, Any]]:
@@ -107,24 +104,13 @@ def _loader(way: str, folder: Path, structs: dict[str, Any]) -> Callable[[], dic
         budget = way.partition("-")[2] or None
 
         def ours() -> dict[str, Any]:
-            abstract = lm.build_abstract(lambda: {n: jax.numpy.zeros(s.shape, s.dtype) for n, s in structs.items()})
-            abstract = abstract.shard(abstract_mesh, lambda variable: structs[variable.path].sharding)
+            abstract = _measure.zeros(structs).shard(mesh, lambda variable: structs[variable.path].sharding)
             return abstract.materialize(lm.open_checkpoint(folder), max_host_memory=budget, progress=False)
 
-        abstract_mesh = next(iter(structs.values())).sharding.mesh
+        mesh = next(iter(structs.values())).sharding.mesh
         return ours
     if way == "orbax":
-        import logging
-
-        import orbax.checkpoint.experimental.v1 as ocp
-
-        logging.disable(logging.WARNING)
-
-        def orbax() -> dict[str, Any]:
-            with ocp.Context(checkpoint_layout=ocp.options.CheckpointLayout.SAFETENSORS):
-                return ocp.load(folder, structs)
-
-        return orbax
+        return _measure.by_orbax(folder, structs)
     shardings = {name: struct.sharding for name, struct in structs.items()}
     if way == "safetensors":
         return lambda: {name: jax.device_put(array, shardings[name]) for name, array in from_files().items()}
@@ -139,7 +125,12 @@ def _loader(way: str, folder: Path, structs: dict[str, Any]) -> Callable[[], dic
     return lambda: {name: jax.device_put(array, shardings[name]) for name, array in arrays.items()}
 
 
+def child(way: str, folder: str, nbytes: str = "") -> dict[str, Any] | None:
+    return save(Path(folder), int(nbytes)) if way == "save" else load(way, Path(folder))
+
+
 def main() -> None:
+    _measure.in_child(child)
     parser = _measure.arguments(__doc__, runs=3)
     parser.add_argument("--gib", type=float, default=8.0, help="bytes of the checkpoint")
     parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS))
@@ -147,11 +138,11 @@ def main() -> None:
     results: dict[str, list[_measure.Measurement]] = {way: [] for way in args.only}
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "checkpoint")
-        _measure.run([__file__, "--child", "save", path, str(int(args.gib * 2**30))])
+        _measure.child("save", path, int(args.gib * 2**30), devices=None)
         for _ in range(args.runs):
             for way in list(results):
                 try:
-                    results[way].append(_measure.run([__file__, "--child", way, path]))
+                    results[way].append(_measure.child(way, path, devices=None))
                 except SystemExit as error:  # an accelerator without pinned memory, say
                     print(f"{WAYS[way]}: {error}", file=sys.stderr)
                     del results[way]
@@ -178,7 +169,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--child"]:
-        child(sys.argv[2], Path(sys.argv[3]))
-    else:
-        main()
+    main()

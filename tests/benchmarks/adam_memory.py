@@ -8,7 +8,6 @@ sizes of the shards on their devices show that nothing was gathered.
 
 from __future__ import annotations
 
-import argparse
 import json
 from typing import Any
 
@@ -18,15 +17,11 @@ LAYERS = 16
 
 
 def main() -> None:
+    _measure.in_child(materialize)
     parser = _measure.arguments(__doc__)
     parser.add_argument("--mib", type=int, default=1024, help="MiB of the parameters")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.child:
-        _measure.emit(materialize(options.mib * 2**20))
-        return
-    environment = _measure.virtual_devices() | _measure.repository()
-    measured = _measure.run([__file__, "--child", "--mib", str(options.mib)], env=environment)
+    measured = _measure.child(options.mib * 2**20)
     report = {**measured.result, "peak_nbytes": measured.peak_nbytes, "seconds": measured.seconds}
     report["ratio"] = report["peak_nbytes"] / report["parameter_nbytes"]
     if options.json:
@@ -39,7 +34,7 @@ def main() -> None:
     print(f"largest variable {mib['largest_variable_nbytes']:.1f} MiB, shard {mib['largest_shard_nbytes']:.2f} MiB")
 
 
-def materialize(nbytes: int) -> dict[str, Any]:
+def materialize(nbytes: str) -> dict[str, Any]:
     """In the child: builds, shards and materializes a model of this many bytes, and its optimizer's state."""
     import jax
     import numpy as np
@@ -47,7 +42,7 @@ def materialize(nbytes: int) -> dict[str, Any]:
 
     import lazymodel as lm
 
-    rows = nbytes // 4 // LAYERS // 1024
+    rows = int(nbytes) // 4 // LAYERS // 1024
 
     def init(key: Any) -> Any:
         return [jax.random.normal(layer, (rows, 1024)) / 32 for layer in jax.random.split(key, LAYERS)]

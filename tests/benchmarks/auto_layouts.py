@@ -13,22 +13,20 @@ RecurrentGemma and Haiku publish no rules: for them the reference is Megatron's 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import functools
 import json
 import os
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("JAXTYPING_DISABLE", "1")  # RecurrentGemma's annotations are not of abstract arrays
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-sys.path.insert(0, str(Path(__file__).parents[2]))
-sys.path.insert(0, str(Path(__file__).parents[2] / "integrations"))
 
+import _measure
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -73,31 +71,21 @@ _LAYERS = {"num_layers": 2, "embed_dim": WIDTH, "num_heads": 16, "head_dim": 64,
 _QWEN = {**_LAYERS, "vocab_size": VOCABULARY, "rope_theta": 10_000, "norm_eps": 1e-6}
 
 
-def gemma3() -> Case:
-    from tunix.models.gemma3 import model
+def _tunix_case(name: str) -> Case:
+    from tunix.models.gemma3 import model as gemma3
+    from tunix.models.llama3 import model as llama3
+    from tunix.models.qwen3 import model as qwen3
 
-    config = dataclasses.replace(
-        model.ModelConfig.gemma3_4b_it(), **_LAYERS, num_embed=VOCABULARY, hidden_dim=4 * WIDTH, vision_config=None
-    )
-    return _tunix(model.Gemma3, dataclasses.replace(config, param_dtype=jnp.float32))
-
-
-def qwen3() -> Case:
-    from tunix.models.qwen3 import model
-
-    return _tunix(model.Qwen3, model.ModelConfig(**_QWEN, hidden_dim=3 * WIDTH))
-
-
-def qwen3_moe() -> Case:
-    from tunix.models.qwen3 import model
-
-    return _tunix(model.Qwen3, model.ModelConfig(**_QWEN, hidden_dim=WIDTH // 2, num_experts=8, num_experts_per_tok=2))
-
-
-def llama3() -> Case:
-    from tunix.models.llama3 import model
-
-    return _tunix(model.Llama3, model.ModelConfig(**_QWEN, hidden_dim=3 * WIDTH, weight_tying=False))
+    experts = {"hidden_dim": WIDTH // 2, "num_experts": 8, "num_experts_per_tok": 2}
+    if name == "Gemma3":
+        config = dataclasses.replace(
+            gemma3.ModelConfig.gemma3_4b_it(), **_LAYERS, num_embed=VOCABULARY, hidden_dim=4 * WIDTH,
+            vision_config=None, param_dtype=jnp.float32,
+        )  # fmt: skip
+        return _tunix(gemma3.Gemma3, config)
+    if name == "Llama3":
+        return _tunix(llama3.Llama3, llama3.ModelConfig(**_QWEN, hidden_dim=3 * WIDTH, weight_tying=False))
+    return _tunix(qwen3.Qwen3, qwen3.ModelConfig(**_QWEN, **experts if "MoE" in name else {"hidden_dim": 3 * WIDTH}))
 
 
 # --- without published rules -----------------------------------------------------------------------------------------
@@ -170,14 +158,7 @@ def haiku_attention() -> Case:
 
 # --- KerasHub's six --------------------------------------------------------------------------------------------------
 
-_DECODER = {
-    "vocabulary_size": VOCABULARY,
-    "num_layers": 2,
-    "num_query_heads": 8,
-    "num_key_value_heads": 8,
-    "hidden_dim": WIDTH,
-    "intermediate_dim": 3 * WIDTH,
-}
+_DECODER = _measure.decoder(VOCABULARY, 2, 8, 8, WIDTH, 3 * WIDTH)
 _MOE = {"moe_intermediate_dim": WIDTH // 2, "num_experts": 8, "top_k": 2}
 _KERAS: dict[str, dict[str, Any]] = {
     "GemmaBackbone": {**_DECODER, "head_dim": 64},
@@ -211,13 +192,10 @@ def _keras_hub(name: str) -> Case:
 
 
 CASES: dict[str, Callable[[], Case]] = {
-    "Tunix Gemma3": gemma3,
-    "Tunix Qwen3": qwen3,
-    "Tunix Qwen3 MoE": qwen3_moe,
-    "Tunix Llama3": llama3,
+    **{f"Tunix {name}": functools.partial(_tunix_case, name) for name in ("Gemma3", "Qwen3", "Qwen3 MoE", "Llama3")},
     "RecurrentGemma": recurrentgemma,
     "Haiku attention": haiku_attention,
-    **{f"KerasHub {name}": (lambda name=name: _keras_hub(name)) for name in _KERAS},
+    **{f"KerasHub {name}": functools.partial(_keras_hub, name) for name in _KERAS},
 }
 
 
@@ -287,8 +265,7 @@ def measure(name: str, shape: tuple[int, int], tpu: bool, listed: bool) -> dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
+    parser = _measure.arguments(__doc__)
     parser.add_argument("--only", default="")
     parser.add_argument("--mesh", action="append")
     parser.add_argument("--tpu", action="store_true")

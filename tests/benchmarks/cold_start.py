@@ -16,12 +16,9 @@ are without it: load is `ours` until the model is there, and compile what its fi
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -29,7 +26,7 @@ from typing import Any
 
 STARTED = time.monotonic()  # Python itself is there; what follows is imported for the parent or for all ways
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+import _measure  # noqa: E402
 
 from tests.sentence_piece import WORDS, gemma_vocabulary  # noqa: E402
 
@@ -52,22 +49,15 @@ def save(folder: Path, layers: int) -> dict[str, Any]:
     for number in range(len(pieces.pieces), VOCABULARY):
         pieces.pieces.add(piece=f"▁word{number}", score=-1e6)
     keras.utils.set_random_seed(1)
-    backbone = keras_hub.models.GemmaBackbone(
-        vocabulary_size=VOCABULARY,
-        num_layers=layers,
-        num_query_heads=HEADS,
-        num_key_value_heads=HEADS,
-        hidden_dim=WIDTH,
-        intermediate_dim=HIDDEN,
-        head_dim=WIDTH // HEADS,
-    )
+    config = _measure.decoder(VOCABULARY, layers, HEADS, HEADS, WIDTH, HIDDEN, head_dim=WIDTH // HEADS)
+    backbone = keras_hub.models.GemmaBackbone(**config)
     tokenizer = keras_hub.models.GemmaTokenizer(proto=pieces.SerializeToString())
     preprocessor = keras_hub.models.GemmaCausalLMPreprocessor(tokenizer, sequence_length=LENGTH)
     keras_hub.models.GemmaCausalLM(backbone, preprocessor).save_to_preset(str(folder))
     return {"tokens": len(tokenizer(WORDS)) + 1, "nbytes": sum(weight.value.nbytes for weight in backbone.weights)}
 
 
-def child(way: str, task: str, where: str, tokens: int) -> dict[str, Any]:
+def start(way: str, task: str, where: str, tokens: int) -> dict[str, Any]:
     """One cold start: spans in seconds of the system's monotonic clock, and what came out."""
     spans: list[tuple[str, float, float]] = []
 
@@ -90,8 +80,10 @@ def child(way: str, task: str, where: str, tokens: int) -> dict[str, Any]:
     )
     begun, cls = time.monotonic(), keras_hub.models.GemmaCausalLM
     if way == "stock":
-        folder = timed("download", lambda: download(where)) if "://" in where else where
-        model = timed("from_preset", lambda: cls.from_preset(folder))
+        if "://" in where:
+            names, downloads = json.loads(os.environ["NAMES"]), Path(os.environ["DOWNLOADS"])
+            where = str(timed("download", lambda: _measure.download(where, names, downloads)))
+        model = timed("from_preset", lambda: cls.from_preset(where))
     else:
         import lazymodel as lm
         import lazymodel_keras as lk
@@ -125,54 +117,33 @@ def child(way: str, task: str, where: str, tokens: int) -> dict[str, Any]:
     return {"spans": spans, "started": STARTED, "result": result, "compiles": compiles, **times}
 
 
-def download(url: str) -> str:
-    """In the child: every file of a preset, as a user of stock does it who has no bucket mounted."""
-    import obstore
-    from obstore.store import HTTPStore
-
-    store = HTTPStore(url, client_options={"allow_http": True, "timeout": "10m"})
-    folder = Path(tempfile.mkdtemp(dir=os.environ["DOWNLOADS"]))
-    for name in json.loads(os.environ["NAMES"]):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        with (folder / name).open("wb") as file:
-            for piece in obstore.get(store, name).stream(min_chunk_size=1 << 20):
-                file.write(piece)
-    return str(folder)
-
-
-def run(arguments: list[str], **env: str) -> dict[str, Any]:
+def run(*given: object, **env: str) -> dict[str, Any]:
     """A child's answer, its moments in seconds since its process was started."""
-    from _measure import virtual_devices
-
     with tempfile.TemporaryDirectory() as downloads:
-        env = {**os.environ, **virtual_devices(1), "DOWNLOADS": downloads, **env}
-        env.pop("JAX_COMPILATION_CACHE_DIR", None)
-        start = time.monotonic()
-        done = subprocess.run([sys.executable, __file__, "--child", *arguments], stdout=subprocess.PIPE, env=env)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(arguments)} failed with exit status {done.returncode}")
-    found = json.loads(done.stdout.decode().strip().splitlines()[-1])
+        env |= _measure.virtual_devices(1) | {"DOWNLOADS": downloads}
+        begin = time.monotonic()
+        found = _measure.script([__file__, "--child", *given], env=env)
     if "spans" in found:
-        spans = [("start", start, found["started"]), *found["spans"]]
-        found["spans"] = [(label, begin - start, end - start) for label, begin, end in spans]
+        spans = [("start", begin, found["started"]), *found["spans"]]
+        found["spans"] = [(label, start - begin, stop - begin) for label, start, stop in spans]
         for name in ("begun", "loaded", "done"):
-            found[name] -= start
+            found[name] -= begin
     return found
 
 
+def child(what: str, *rest: str) -> dict[str, Any]:
+    if what == "save":
+        return save(Path(rest[0]), int(rest[1]))
+    return start(what, rest[0], rest[1], int(rest[2]))
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--runs", type=int, default=3)
+    _measure.in_child(child)
+    parser = _measure.arguments((__doc__ or "").splitlines()[0], runs=3)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--only", nargs="+", choices=(*WAYS, *TASKS, *PLACES), default=[])
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.child:
-        what, *rest = options.child
-        found = save(Path(rest[0]), int(rest[1])) if what == "save" else child(what, rest[0], rest[1], int(rest[2]))
-        print(json.dumps(found), flush=True)
-        return
+    os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
     from tests.servers.object_server import ObjectServer
 
     def chosen(names: tuple[str, ...]) -> list[str]:
@@ -180,12 +151,12 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as temporary, ObjectServer(Path(temporary)) as server:
         folder = Path(temporary) / "gemma"
-        saved = run(["save", str(folder), str(options.layers)])
+        saved = run("save", folder, options.layers)
         names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
         runs: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
         bandwidths: dict[str, float] = {}
         for task in chosen(TASKS) if "bucket" in chosen(PLACES) else ():
-            calibrating = run(["ours", task, str(folder), str(saved["tokens"])])
+            calibrating = run("ours", task, folder, saved["tokens"])
             bandwidths[task] = saved["nbytes"] / (calibrating["done"] - calibrating["loaded"] - calibrating["again"])
         for _ in range(options.runs):
             for task in chosen(TASKS):
@@ -193,7 +164,7 @@ def main() -> None:
                 for place in chosen(PLACES):
                     where = str(folder) if place == "local" else server.url("gemma")
                     for way in chosen(WAYS):
-                        found = run([way, task, where, str(saved["tokens"])], NAMES=json.dumps(names))
+                        found = run(way, task, where, saved["tokens"], NAMES=json.dumps(names))
                         runs.setdefault((task, place, way), []).append(found)
     show(runs, saved["nbytes"], bandwidths, as_json=options.json)
 

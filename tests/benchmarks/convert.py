@@ -12,7 +12,6 @@ room for twice the checkpoint needed.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import statistics
@@ -22,13 +21,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+import _measure
+import numpy as np
 
-import numpy as np  # noqa: E402
-from _measure import BYTECODE, Measurement, emit, measured, run, virtual_devices  # noqa: E402
-
-import lazymodel as lm  # noqa: E402
+import lazymodel as lm
 
 FORMATS = {
     "safetensors": ["out.safetensors"],
@@ -55,26 +53,27 @@ def checkpoint(gib: float) -> dict[str, lm.LazyTensor]:
     return dict(lm.map_checkpoint({"whole": np.broadcast_to(block, (count, 4096, 4096))}, parts))
 
 
-def converted(*arguments: str | Path) -> Measurement:
+def converted(*arguments: str | Path) -> _measure.Measurement:
     """Converts in a process of its own, which is measured from its imports on."""
-    return run([__file__, "--child", *map(str, arguments)], env=virtual_devices(1))
+    return _measure.child("convert", *arguments, devices=1)
 
 
-def child(arguments: list[str]) -> None:
+def child(what: str, *given: str) -> dict[str, Any]:
+    if what == "gpt2":
+        return gpt2(float(given[0]), Path(given[1]))
     import h5py  # noqa: F401  # what only some formats need counts as imported for all
     import tensorstore  # noqa: F401
 
-    if "--cls" in arguments:
+    if "--cls" in given:
         import keras_hub  # noqa: F401
     from lazymodel.__main__ import main as command
 
-    with measured() as report:
-        report["status"] = command(["convert", "--quiet", *arguments])
-    assert report["status"] == 0
-    emit(report)
+    with _measure.measured() as report:
+        assert command(["convert", "--quiet", *given]) == 0
+    return report
 
 
-def gpt2(gib: float, folder: Path) -> None:
+def gpt2(gib: float, folder: Path) -> dict[str, Any]:
     """In the child: a Hugging Face folder, a quarter of its float32 one tensor."""
     import keras_hub
 
@@ -82,16 +81,14 @@ def gpt2(gib: float, folder: Path) -> None:
 
     sizes = {"hidden_dim": 2048, "intermediate_dim": 8192, "num_heads": 16, "max_sequence_length": 128}
     config = {"vocabulary_size": int(gib * 32768), "num_layers": max(round(4 * gib), 1)}
-    with measured() as report:
+    with _measure.measured() as report:
         abstract = lm.build_abstract(lambda: keras_hub.models.GPT2Backbone(**config, **sizes))
         lk.save_preset(abstract, folder, to="huggingface")
-    report["bytes"] = abstract.nbytes
-    report["largest"] = max(variable.nbytes for variable in abstract.values())
-    emit(report)
+    return report | {"bytes": abstract.nbytes, "largest": max(variable.nbytes for variable in abstract.values())}
 
 
 def models(gib: float, budget: str, folder: Path) -> None:
-    made = run([__file__, "--gpt2", str(gib), str(folder / "hugging")], env=virtual_devices(1)).result
+    made = _measure.child("gpt2", gib, folder / "hugging", devices=1).result
     print(f"GPT-2, {made['bytes'] / 2**30:.2f} GiB of float32, its largest tensor {made['largest'] / 2**20:.0f} MiB")
     for source, target, to in (("hugging", "preset", "preset"), ("preset", "out", "huggingface")):
         options = ["--cls", "GPT2Backbone", "--to", to, "--max-host-memory", budget]
@@ -117,17 +114,19 @@ def in_turns(source: Path, folder: Path, runs: int, budget: str) -> Iterator[tup
         arguments = [source, folder / "out.safetensors", "--dtype", "bfloat16", "--max-host-memory", budget]
         start = time.perf_counter()
         command = [sys.executable, "-m", "lazymodel", "convert", "--quiet", *arguments]
-        subprocess.run(command, check=True, env=os.environ | BYTECODE, stderr=subprocess.DEVNULL)
+        subprocess.run(
+            command, check=True, env=os.environ | _measure.BYTECODE | _measure.repository(), stderr=subprocess.DEVNULL
+        )
         converting = time.perf_counter() - start
         emptied(folder)
         yield copying, converting, converted(*arguments).seconds
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    _measure.in_child(child)
+    parser = _measure.arguments(__doc__, runs=3, json=False)
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--budget", default="128MiB")
-    parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--folder", help="where to work; default: a temporary folder")
     parser.add_argument("--cls", action="store_true", help="a model of KerasHub, there and back")
     arguments = parser.parse_args()
@@ -157,9 +156,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--gpt2"]:
-        gpt2(float(sys.argv[2]), Path(sys.argv[3]))
-    elif sys.argv[1:2] == ["--child"]:
-        child(sys.argv[2:])
-    else:
-        main()
+    main()

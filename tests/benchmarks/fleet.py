@@ -20,9 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from _measure import repository
+import _measure
 
 from tests.private_memory import Peak, private_nbytes
 from tests.processes import free_address
@@ -34,11 +32,9 @@ GROUP = 64 << 20  # bytes of a device: a few groups even for a small model
 
 
 def environment(devices: int) -> dict[str, str]:
-    flags = f"--xla_force_host_platform_device_count={devices}"
     # What is freed goes back at once: malloc's pools would keep XLA's buffers, which says nothing of what is in use.
     malloc = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
-    jax = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    return os.environ | repository() | jax | malloc
+    return os.environ | _measure.repository() | _measure.virtual_devices(devices) | malloc
 
 
 def abstract(gib: float) -> Any:
@@ -86,17 +82,8 @@ def load(process: int, address: str, path: str, gib: float, replicas: str) -> No
     shards = [shard.data for array in model.values() for shard in array.addressable_shards]
     held = sum({shard.unsafe_buffer_pointer(): shard.nbytes for shard in shards}.values())
     report = reports[0]
-    print(
-        json.dumps(
-            {
-                "read": report.read_nbytes,
-                "exchanged": report.exchanged_nbytes,
-                "held": held,
-                "peak": peak.nbytes,
-                "seconds": report.seconds,
-            }
-        )
-    )
+    found = {"read": report.read_nbytes, "exchanged": report.exchanged_nbytes, "held": held}
+    print(json.dumps(found | {"peak": peak.nbytes, "seconds": report.seconds}))
 
 
 def fleet(gib: float, folder: Path) -> None:

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _measure import Measurement, arguments, emit, measured, run, virtual_devices
+import _measure
 from build_abstract import MODELS
 
 CONFIG = MODELS["Gemma2-9B"][1]
@@ -38,7 +38,7 @@ def digests(model: Any) -> dict[str, str]:
     return found
 
 
-def child(way: str, folder: Path, layers: int) -> None:
+def child(way: str, where: str, layers: str) -> dict[str, Any]:
     """Saves or loads, in a process of its own."""
     import jax
     import keras_hub
@@ -49,14 +49,14 @@ def child(way: str, folder: Path, layers: int) -> None:
     import lazymodel_keras as lk
 
     cls = keras_hub.models.GemmaBackbone
-    mesh = Mesh(np.array(jax.devices()), ("model",))
-    jax.block_until_ready(jax.numpy.zeros(()) + 1)  # the backend itself is not what is measured
+    folder, mesh = Path(where), Mesh(np.array(jax.devices()), ("model",))
+    _measure.backend()
     begin = time.monotonic()
-    with measured() as report:
+    with _measure.measured() as report:
         if way == "load":
             model = lk.from_preset(cls, str(folder), mesh=mesh, rules=lm.auto(), progress=False, dtype="bfloat16")
         else:
-            abstract = lm.build_abstract(cls, **CONFIG | {"num_layers": layers}, dtype="bfloat16")
+            abstract = lm.build_abstract(cls, **CONFIG | {"num_layers": int(layers)}, dtype="bfloat16")
             model = abstract.shard(mesh, lm.auto()).materialize(progress=False)
         jax.block_until_ready([variable.value for variable in model.weights])
         ready = time.monotonic()
@@ -72,10 +72,10 @@ def child(way: str, folder: Path, layers: int) -> None:
     elif (expected := json.loads(file.read_text())) != found:
         wrong = [path for path in expected if found.get(path) != expected[path]]
         raise SystemExit(f"loaded with other values: {wrong or sorted(found.keys() - expected)}")
-    emit(report)
+    return report
 
 
-def show(way: str, m: Measurement, *, as_json: bool) -> None:
+def show(way: str, m: _measure.Measurement, *, as_json: bool) -> None:
     """Prints one process's figures."""
     result, nbytes = m.result, m.result["nbytes"]
     seconds = {"initialize": result["steps"]["ready"], "save": result["steps"]["saved"]}
@@ -95,18 +95,15 @@ def show(way: str, m: Measurement, *, as_json: bool) -> None:
 
 
 def main() -> None:
-    parser = arguments(__doc__, child=("WAY", "FOLDER"))
+    _measure.in_child(child)
+    parser = _measure.arguments(__doc__)
     parser.add_argument("--folder", type=Path, help="keep the preset here, and use the one that is there")
     parser.add_argument("--layers", type=int, default=CONFIG["num_layers"], help="fewer, for a trial")
     options = parser.parse_args()
-    if options.child:
-        child(options.child[0], Path(options.child[1]), options.layers)
-        return
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary) / "preset"
         for way in ("load",) if (folder / DIGESTS).exists() else ("save", "load"):
-            command = [__file__, "--child", way, str(folder), "--layers", str(options.layers)]
-            show(way, run(command, env=virtual_devices()), as_json=options.json)
+            show(way, _measure.child(way, folder, options.layers), as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -26,18 +26,15 @@ MODELS = ["nnx", "linen", "plain"]
 
 
 def main() -> None:
+    _measure.in_child(child)
     parser = _measure.arguments(__doc__, runs=3)
     parser.add_argument("--layers", type=int, default=64)
     parser.add_argument("--check-layers", type=int, help="layers whose values are compared; as --layers by default")
     parser.add_argument("--check-whole-layers", type=int, default=4, help="the most for which whole-tree jit is too")
     parser.add_argument("--memory-hidden", type=int, default=512, help="width for the measurement of memory; 0: none")
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
-    parser.add_argument("--one", nargs=2, metavar=("WAY", "MODEL"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.one:
-        way, model = options.one
-        _emit(WAYS[way](model, options))
-        return
+    options.check_layers = options.check_layers or options.layers
     report: dict[str, Any] = {"layers": options.layers, "runs": options.runs}
     for model in options.models:
         results: dict[str, list[dict[str, Any]]] = {"whole": [], "lazymodel": []}
@@ -86,18 +83,12 @@ def main() -> None:
         )
 
 
-def _emit(result: dict[str, Any]) -> None:
-    """Hands a result to the parent, in the form that `_measure.run` reads."""
-    _measure.emit(result if "begin" in result else {"begin": 0, "end": 0, "base": 0, "final": 0, **result})
+def child(way: str, model: str, options: str) -> dict[str, Any]:
+    return WAYS[way](model, argparse.Namespace(**json.loads(options)))
 
 
 def _subprocess(way: str, model: str, options: argparse.Namespace) -> dict[str, Any]:
-    command = [__file__, "--one", way, model, "--layers", str(options.layers)]
-    command += ["--check-layers", str(options.check_layers or options.layers)]
-    command += ["--check-whole-layers", str(options.check_whole_layers)]
-    command += ["--memory-hidden", str(options.memory_hidden)]
-    environment = _measure.virtual_devices() | _measure.repository()
-    measurement = _measure.run(command, env=environment)
+    measurement = _measure.child(way, model, json.dumps(vars(options)), env=_measure.repository())
     return measurement.result | ({"peak_nbytes": measurement.peak_nbytes} if way == "memory" else {})
 
 
@@ -236,8 +227,9 @@ def _measure_whole(model: str, options: argparse.Namespace) -> dict[str, Any]:
     jax.clear_caches()
     key = jax.random.key(0)
     start = time.perf_counter()
-    jax.jit(init, out_shardings=shardings).lower(key).compile()
-    return {"seconds": time.perf_counter() - start}
+    with _measure.measured() as report:
+        jax.jit(init, out_shardings=shardings).lower(key).compile()
+    return report | {"seconds": time.perf_counter() - start}
 
 
 def _measure_lazymodel(model: str, options: argparse.Namespace) -> dict[str, Any]:

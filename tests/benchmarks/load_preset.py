@@ -19,78 +19,42 @@ import _measure
 from _drawing import COLOURS, pyplot, save_svg
 
 BACKED = 4 << 30  # bytes that each process touches before it is measured, so that both find memory equally ready
-
-CONFIG = {
-    "vocabulary_size": 64000,
-    "num_layers": 12,
-    "num_query_heads": 8,
-    "num_key_value_heads": 8,
-    "hidden_dim": 1024,
-    "intermediate_dim": 8192,  # for the gate and its partner together, as KerasHub counts
-    "head_dim": 128,
-    "query_head_dim_normalize": False,
-    "use_post_ffw_norm": True,
-    "use_post_attention_norm": True,
-    "final_logit_soft_cap": 30.0,
-    "attention_logit_soft_cap": 50.0,
-    "sliding_window_size": 4096,
-    "use_sliding_window_attention": True,
-}
-
-
-def save(folder: Path) -> None:
-    """Writes the preset, with values that no initializer gives."""
-    import keras
-    import keras_hub
-    import numpy as np
-
-    keras.utils.set_random_seed(1)
-    backbone = keras_hub.models.GemmaBackbone(**CONFIG)
-    rng = np.random.default_rng(0)
-    for variable in backbone.weights:
-        variable.assign(rng.standard_normal(variable.shape, dtype=np.float32))
-    backbone.save_to_preset(str(folder))
+CONFIG = _measure.decoder(
+    64000, 12, 8, 8, 1024, 8192, head_dim=128,  # KerasHub counts the gate and its partner together
+    query_head_dim_normalize=False, use_post_ffw_norm=True, use_post_attention_norm=True, final_logit_soft_cap=30.0,
+    attention_logit_soft_cap=50.0, sliding_window_size=4096, use_sliding_window_attention=True,
+)  # fmt: skip
 
 
 def load(how: str, folder: Path | str, fetch: Callable[[], Path] | None = None) -> dict[str, Any]:
     """In the child: one load onto 8 devices, of a folder or URL, or of the folder that is fetched first."""
-    import jax
     import keras_hub
-    import numpy as np
 
     import lazymodel_keras as lk
 
-    mesh = _measure.keras_mesh(batch=1, model=8)
-    _measure.distribute(mesh, keras_hub.models.GemmaBackbone.get_layout_map(mesh))
-    _measure.back_memory(BACKED)
-    with _measure.measured() as report:
-        if fetch is not None:
-            folder = fetch()
-        if how == "stock":
-            model = keras_hub.models.GemmaBackbone.from_preset(str(folder))
-        else:
-            model = lk.from_preset(keras_hub.models.GemmaBackbone, str(folder), progress=False)
-        jax.block_until_ready([variable.value for variable in model.weights])
-        report["nbytes"] = sum(int(np.prod(v.shape)) * 4 for v in model.weights)
-    return report | {"digest": _measure.digest(variable.value for variable in model.weights)}
+    cls = keras_hub.models.GemmaBackbone
+    _measure.distribute(cls.get_layout_map, batch=1, model=8)
+
+    def once() -> Any:
+        found = str(folder if fetch is None else fetch())
+        return cls.from_preset(found) if how == "stock" else lk.from_preset(cls, found, progress=False)
+
+    return _measure.load_keras(once, BACKED)
+
+
+def child(how: str, folder: str) -> dict[str, Any] | None:
+    return _measure.save_gemma(Path(folder), CONFIG) if how == "save" else load(how, folder)
 
 
 def main() -> None:
-    parser = _measure.arguments(__doc__, runs=5, child=("HOW", "FOLDER"))
+    _measure.in_child(child)
+    parser = _measure.arguments(__doc__, runs=5)
     parser.add_argument("--plot", metavar="FILE")
     options = parser.parse_args()
-    if options.child:
-        how, folder = options.child
-        if how == "save":
-            _measure.emit_measured(save, Path(folder))
-        else:
-            _measure.emit(load(how, Path(folder)))
-        return
-
     with tempfile.TemporaryDirectory() as temporary:
         folder = str(Path(temporary) / "gemma")
-        _measure.run([__file__, "--child", "save", folder], env=_measure.virtual_devices(1))
-        results = _measure.stock_and_ours(__file__, folder, options.runs)
+        _measure.child("save", folder, devices=1)
+        results = _measure.stock_and_ours(folder, options.runs)
     _measure.show_loads(results, "float32", as_json=options.json)
     if options.plot:
         plot(results, results["ours"][0].result["nbytes"], options.plot)
@@ -100,27 +64,21 @@ def plot(results: dict[str, list[_measure.Measurement]], nbytes: int, file: str)
     """Draws private memory over time for each way's median run."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(7.2, 3.2), layout="constrained")
-    for how in ("stock", "ours"):
+    for how, label in (("stock", "keras_hub from_preset"), ("ours", "lazymodel_keras.from_preset")):
         colour = COLOURS[how]
         median = sorted(results[how], key=lambda m: m.seconds)[len(results[how]) // 2]
-        label = {"stock": "keras_hub from_preset", "ours": "lazymodel_keras.from_preset"}[how]
+        end = median.seconds, median.samples[-1][1] / nbytes
         seconds = [moment for moment, _ in median.samples]
         axes.plot(seconds, [used / nbytes for _, used in median.samples], color=colour, label=label)
-        axes.plot(median.seconds, median.samples[-1][1] / nbytes, "o", color=colour)
-        axes.annotate(
-            f"{median.seconds:.1f} s, peak {median.peak_nbytes / nbytes:.2f} ×",
-            (median.seconds, median.samples[-1][1] / nbytes),
-            textcoords="offset points",
-            xytext=(6, 6),
-            color=colour,
-        )
+        axes.plot(*end, "o", color=colour)
+        text = f"{median.seconds:.1f} s, peak {median.peak_nbytes / nbytes:.2f} ×"
+        axes.annotate(text, end, textcoords="offset points", xytext=(6, 6), color=colour)
     axes.axhline(1, color="grey", linewidth=0.8, linestyle="--")
     axes.set(xlabel="seconds", ylabel="private memory / model", ylim=(0, 2.2))
     axes.set_xlim(0, max(m.seconds for m in results["stock"]) * 1.25)
     axes.set_title(f"Loading a {nbytes / 2**30:.2f} GiB Gemma preset onto 8 devices", fontsize=10)
     axes.legend(loc="lower right", frameon=False)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
     save_svg(figure, Path(file))
 
 

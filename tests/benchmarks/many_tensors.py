@@ -10,6 +10,7 @@ commits run this on both in turn.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import statistics
 import tempfile
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from _measure import arguments, script, virtual_devices
+import _measure
 
 TENSORS = 10_000  # each of 2 KiB or 64 bytes
 SHAPES = ((16, 32), (32, 16), (16,), (8, 64))
@@ -66,6 +67,7 @@ def write_header(file: Path, count: int, prefix: str = "") -> None:
 def write_files(folder: Path) -> None:
     import h5py
     import numpy as np
+    import orbax.checkpoint as ocp
     from safetensors.numpy import save_file
 
     rng = np.random.default_rng(0)
@@ -75,6 +77,8 @@ def write_files(folder: Path) -> None:
     with h5py.File(folder / "tiny.weights.h5", "w") as file:
         for name, array in arrays.items():
             file[f"{name}/vars/0"] = array
+    with ocp.StandardCheckpointer() as saver:
+        saver.save(folder / "orbax", arrays)
     write_header(folder / "header.safetensors", HEADER)
     shards = folder / "shards"
     shards.mkdir()
@@ -141,53 +145,16 @@ def load(clock: Clock, folder: Path, file: str, *, replicated: bool = False, kee
             str(reports[0])
 
 
-def case_sharded(clock: Clock, folder: Path) -> None:
-    """10,000 tiny tensors of a safetensors file, each split over 8 devices"""
-    load(clock, folder, "tiny.safetensors")
-
-
-def case_replicated(clock: Clock, folder: Path) -> None:
-    """the same, each on all 8 devices"""
-    load(clock, folder, "tiny.safetensors", replicated=True)
-
-
-def case_budget(clock: Clock, folder: Path) -> None:
-    """split, with max_host_memory=64KiB"""
-    load(clock, folder, "tiny.safetensors", max_host_memory="64KiB")
-
-
-def case_initialized(clock: Clock, folder: Path) -> None:
-    """10,000 tiny variables initialized by programs, split"""
-    load(clock, folder, "")
-
-
-def case_both(clock: Clock, folder: Path) -> None:
-    """every other one loaded, the rest initialized"""
-    load(clock, folder, "tiny.safetensors", keep=2)
-
-
-def case_npz(clock: Clock, folder: Path) -> None:
-    """10,000 members of an npz file, split"""
-    load(clock, folder, "tiny.npz")
-
-
-def case_h5(clock: Clock, folder: Path) -> None:
-    """10,000 datasets of an h5 file, split"""
-    load(clock, folder, "tiny.weights.h5")
-
-
-def case_orbax(clock: Clock, folder: Path) -> None:
-    """10,000 arrays of an Orbax checkpoint, split"""
-    import numpy as np
-    import orbax.checkpoint as ocp
-
-    target = folder / "orbax"
-    if not target.exists():
-        rng = np.random.default_rng(0)
-        arrays = {path_of(i): rng.standard_normal(shape_of(i)).astype(np.float32) for i in range(TENSORS)}
-        with ocp.StandardCheckpointer() as saver:
-            saver.save(target, arrays)
-    load(clock, folder, "orbax")
+LOADS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "sharded": ("10,000 tiny tensors of a safetensors file, each split over 8 devices", "tiny.safetensors", {}),
+    "replicated": ("the same, each on all 8 devices", "tiny.safetensors", {"replicated": True}),
+    "budget": ("split, with max_host_memory=64KiB", "tiny.safetensors", {"max_host_memory": "64KiB"}),
+    "initialized": ("10,000 tiny variables initialized by programs, split", "", {}),
+    "both": ("every other one loaded, the rest initialized", "tiny.safetensors", {"keep": 2}),
+    "npz": ("10,000 members of an npz file, split", "tiny.npz", {}),
+    "h5": ("10,000 datasets of an h5 file, split", "tiny.weights.h5", {}),
+    "orbax": ("10,000 arrays of an Orbax checkpoint, split", "orbax", {}),
+}
 
 
 def case_header(clock: Clock, folder: Path) -> None:
@@ -263,26 +230,32 @@ def case_rules(clock: Clock, folder: Path) -> None:
         repr(sharded)
 
 
-CASES: dict[str, Callable[[Clock, Path], None]] = {
-    name.removeprefix("case_"): function for name, function in list(globals().items()) if name.startswith("case_")
+CASES: dict[str, tuple[str, Callable[[Clock, Path], None]]] = {
+    name: (what, functools.partial(load, file=file, **options)) for name, (what, file, options) in LOADS.items()
+} | {
+    function.__name__.removeprefix("case_"): (function.__doc__, function)
+    for function in (case_header, case_index, case_inspect, case_mapping, case_rules)
 }
 
 
-def measure(case: str, folder: Path) -> Steps:
+def child(case: str, folder: str) -> dict[str, Any]:
+    clock = Clock()
+    CASES[case][1](clock, Path(folder))
+    return {"steps": clock.steps}
+
+
+def _run(case: str, folder: Path) -> Steps:
     """One run of a case in a process of its own."""
-    return script([__file__, "--child", case, folder], env=virtual_devices())
+    given = [__file__, "--child", case, folder]
+    return _measure.script(given, env=_measure.virtual_devices())["steps"]
 
 
 def main() -> None:
-    parser = arguments(__doc__, runs=3, child=("CASE", "FOLDER"))
+    _measure.in_child(child)
+    parser = _measure.arguments(__doc__, runs=3)
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--folder", type=Path, help="where the files are kept, instead of a temporary folder")
     options = parser.parse_args()
-    if options.child:
-        clock = Clock()
-        CASES[options.child[0]](clock, Path(options.child[1]))
-        print(json.dumps(clock.steps))
-        return
     with contextlib.ExitStack() as stack:
         folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(exist_ok=True)
@@ -290,13 +263,13 @@ def main() -> None:
             write_files(folder)
         results: dict[str, Steps] = {}
         for case in options.only:
-            runs = [measure(case, folder) for _ in range(options.runs)]
+            runs = [_run(case, folder) for _ in range(options.runs)]
             results[case] = {
                 step: (statistics.median(r[step][0] for r in runs), statistics.median(r[step][1] for r in runs))
                 for step in runs[0]
             }
             if not options.json:
-                print(f"{case}: {CASES[case].__doc__}")
+                print(f"{case}: {CASES[case][0]}")
                 for step, (wall, cpu) in results[case].items():
                     print(f"  {step:16} {wall:8.3f} s   {cpu:8.3f} CPU s", flush=True)
         if options.json:

@@ -18,38 +18,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from _measure import arguments, back_memory, emit, measured, run, virtual_devices
+import _measure
 
 # glibc raises the size from which it gives freed memory back at once with every such block that is freed, up to 32 MiB,
 # so that temporaries would stay with the process and be measured as in use.
 PROMPT_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 BACKED = 3 << 30  # bytes that each process touches before it is measured
 
-DECODER = {
-    "vocabulary_size": 64000,
-    "num_layers": 8,
-    "num_query_heads": 8,
-    "num_key_value_heads": 8,
-    "hidden_dim": 1024,
-    "intermediate_dim": 8192,
-    "head_dim": 128,
-}
-MOE = {
-    "vocabulary_size": 32000,
-    "num_layers": 4,
-    "num_query_heads": 8,
-    "num_key_value_heads": 8,
-    "hidden_dim": 1024,
-    "intermediate_dim": 2048,
-    "num_experts": 8,
-    "top_k": 2,
-}
-BERT = {
-    "vocab_size": 64000,
-    "hidden_size": 1024,
-    "num_hidden_layers": 16,
-    "intermediate_size": 4096,
-}
+DECODER = _measure.decoder(64000, 8, 8, 8, 1024, 8192, head_dim=128)
+MOE = _measure.decoder(32000, 4, 8, 8, 1024, 2048, num_experts=8, top_k=2)
+VOCABULARY, WIDTH, INNER, LAYERS = 64000, 1024, 4096, 16  # of the BERT
 
 
 def decoder_initialized(folder: Path, num_layers: int = 40) -> Any:
@@ -69,19 +47,12 @@ def vocabulary_initialized(folder: Path) -> Any:
 
 def decoder_loaded(folder: Path) -> Any:
     """The same in float32 from a preset with HDF5 weights."""
-    import keras
     import keras_hub
-    import numpy as np
 
     import lazymodel_keras as lk
 
     if not (folder / "config.json").exists():
-        backbone = keras_hub.models.GemmaBackbone(**DECODER)
-        rng = np.random.default_rng(0)
-        for variable in backbone.weights:
-            variable.assign(rng.standard_normal(variable.shape, dtype=np.float32))
-        backbone.save_to_preset(str(folder))
-        keras.utils.clear_session()
+        _measure.save_gemma(folder, DECODER)
         return None
     return lk.abstract_from_preset(keras_hub.models.GemmaBackbone, str(folder)), None
 
@@ -122,11 +93,10 @@ def bert_safetensors(folder: Path) -> Any:
 
     import lazymodel as lm
 
-    width, inner = BERT["hidden_size"], BERT["intermediate_size"]
-    shapes: dict[str, tuple[int, ...]] = {"embeddings/word": (BERT["vocab_size"], width)}
-    for layer in range(BERT["num_hidden_layers"]):
-        shapes |= {f"layer.{layer}/{name}/kernel": (width, width) for name in ("query", "key", "value", "output")}
-        shapes |= {f"layer.{layer}/up/kernel": (width, inner), f"layer.{layer}/down/kernel": (inner, width)}
+    shapes: dict[str, tuple[int, ...]] = {"embeddings/word": (VOCABULARY, WIDTH)}
+    for layer in range(LAYERS):
+        shapes |= {f"layer.{layer}/{name}/kernel": (WIDTH, WIDTH) for name in ("query", "key", "value", "output")}
+        shapes |= {f"layer.{layer}/up/kernel": (WIDTH, INNER), f"layer.{layer}/down/kernel": (INNER, WIDTH)}
     file = folder / "model.safetensors"
     if not file.exists():
         from safetensors.numpy import save_file
@@ -185,42 +155,36 @@ MODELS = {
 }
 
 
-def child(name: str, folder: Path) -> None:
+def child(name: str, folder: str) -> dict[str, Any] | None:
     import jax
     import numpy as np
 
-    made = MODELS[name](folder)
+    made = MODELS[name](Path(folder))
     if made is None:  # its files are written; another process reads them
-        with measured() as report:
-            pass
-        emit(report)
-        return
+        return None
     model, checkpoint = made
     abstract = model.shard(jax.sharding.Mesh(np.asarray(jax.devices()), ("model",)), rule)
-    jax.block_until_ready(jax.numpy.zeros(()) + 1)  # the backend itself is not what is measured
+    _measure.backend()
     plan = abstract.plan(checkpoint)
     (host,) = plan.hosts
-    back_memory(BACKED)
-    with measured() as report:
+    _measure.back_memory(BACKED)
+    with _measure.measured() as report:
         abstract.materialize(checkpoint, progress=False)
-    emit(report | {"predicted": host.peak_nbytes, "held": host.device_nbytes})
+    return report | {"predicted": host.peak_nbytes, "held": host.device_nbytes}
 
 
 def main() -> None:
-    parser = arguments(__doc__, child=("NAME", "FOLDER"))
+    _measure.in_child(child)
+    parser = _measure.arguments(__doc__)
     parser.add_argument("--only", choices=MODELS)
     options = parser.parse_args()
-    if options.child:
-        child(options.child[0], Path(options.child[1]))
-        return
     if not options.json:
         print(f"{'model':22} {'held':>9} {'predicted':>10} {'measured':>10} {'ratio':>6}   MiB on 8 devices together")
     for name in MODELS if options.only is None else [options.only]:
         with tempfile.TemporaryDirectory() as folder:
-            command = [__file__, "--child", name, folder]
             if name in ("decoder, HDF5 preset", "BERT, safetensors"):
-                run(command, env=virtual_devices(1))
-            m = run(command, env=virtual_devices() | PROMPT_MALLOC)
+                _measure.child(name, folder, devices=1)
+            m = _measure.child(name, folder, env=PROMPT_MALLOC)
         row = {"model": name, **m.result, "measured": m.peak_nbytes, "ratio": m.result["predicted"] / m.peak_nbytes}
         if options.json:
             print(json.dumps(row))

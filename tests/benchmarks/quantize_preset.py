@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import _measure
+from load_preset import CONFIG
+from stream import PRESET
 
 BACKED = 6 << 30  # bytes that each process touches before it is measured, so that both find memory equally ready
 MIB = 1 << 20
@@ -33,41 +35,31 @@ def split() -> None:
     import keras_hub
 
     warnings.simplefilter("ignore")  # of layers that have nothing to quantize
-    mesh = _measure.keras_mesh(batch=1, model=8)
-    _measure.distribute(mesh, keras_hub.models.GemmaBackbone.get_layout_map(mesh))
-    _measure.back_memory(BACKED)
+    _measure.distribute(keras_hub.models.GemmaBackbone.get_layout_map, batch=1, model=8)
 
 
-def quantize(how: str, folder: str) -> None:
+def quantize(how: str, folder: str) -> dict[str, Any]:
     """In the child: one load that ends in a quantized model."""
-    import jax
     import keras_hub
 
     import lazymodel_keras as lk
 
-    split()
     cls = keras_hub.models.GemmaBackbone
-    with _measure.measured() as report:
-        if how == "stock":
-            model = cls.from_preset(folder)
-            model.quantize(MODE)
-        else:
-            model = lk.abstract_from_preset(cls, folder).quantize(MODE).materialize(progress=False)
-        jax.block_until_ready([variable.value for variable in model.weights])
-    weights = sorted(model.weights, key=lambda variable: variable.path)
-    floats = lk.abstract_from_preset(cls, folder)
-    _measure.emit(
-        report
-        | {
-            "digest": _measure.digest(variable.value for variable in weights),
-            "nbytes": sum(variable.value.nbytes for variable in model.weights),
-            "float_nbytes": floats.nbytes,
-            "largest_nbytes": max(variable.nbytes for variable in floats.values()),
-        }
-    )
+
+    def load() -> Any:
+        if how == "ours":
+            return lk.abstract_from_preset(cls, folder).quantize(MODE).materialize(progress=False)
+        model = cls.from_preset(folder)
+        model.quantize(MODE)
+        return model
+
+    split()
+    report, floats = _measure.load_keras(load, BACKED), lk.abstract_from_preset(cls, folder)
+    largest = max(variable.nbytes for variable in floats.values())
+    return report | {"float_nbytes": floats.nbytes, "largest_nbytes": largest}
 
 
-def lora(folder: str) -> None:
+def lora(folder: str) -> dict[str, Any]:
     """In the child: a load with LoRA pairs, and two steps of training."""
     import jax
     import keras
@@ -80,6 +72,7 @@ def lora(folder: str) -> None:
         return {v.path: _measure.digest([v.value]) for v in model.variables}
 
     split()
+    _measure.back_memory(BACKED)
     tokens = np.random.default_rng(0).integers(1, 1000, (BATCH, SEQUENCE + 1)).astype("int32")
     inputs = {"token_ids": tokens[:, :-1], "padding_mask": np.ones((BATCH, SEQUENCE), "bool")}
     with _measure.measured() as report:
@@ -93,44 +86,30 @@ def lora(folder: str) -> None:
         model.compile(optimizer=keras.optimizers.Adam(1e-3), loss=loss)
         fitted = model.fit(inputs, tokens[:, 1:], batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
     after = digests(model)
-    _measure.emit(
-        report
-        | {
-            "losses": fitted.history["loss"],
-            "nbytes": sum(v.value.nbytes for v in model.variables),
-            "pairs": sum("lora" in path for path in after),
-            "pair_nbytes": sum(v.value.nbytes for v in model.variables if "lora" in v.path),
-            "changed": sorted(path for path in before if before[path] != after[path]),
-            "devices": len({d for v in model.variables for d in v.value.sharding.device_set}),
-        }
-    )
+    return report | {
+        "losses": fitted.history["loss"],
+        "nbytes": sum(v.value.nbytes for v in model.variables),
+        "pairs": sum("lora" in path for path in after),
+        "pair_nbytes": sum(v.value.nbytes for v in model.variables if "lora" in v.path),
+        "changed": sorted(path for path in before if before[path] != after[path]),
+        "devices": len({d for v in model.variables for d in v.value.sharding.device_set}),
+    }
 
 
 def report_quantize(folder: str, runs: int) -> tuple[dict[str, Any], str]:
     """Measures both ways; what they took, as numbers and as text."""
-    results = _measure.stock_and_ours(__file__, folder, runs)
-    found = results["ours"][0].result
-    nbytes, largest = found["nbytes"], found["largest_nbytes"]
+    results = _measure.stock_and_ours(folder, runs)
+    summary = {name: results["ours"][0].result[name] for name in ("nbytes", "float_nbytes", "largest_nbytes")}
+    nbytes, largest = summary["nbytes"], summary["largest_nbytes"]
     allowed = (1 + ALLOWANCE) * nbytes + largest
-    summary: dict[str, Any] = {
-        how: {
-            "seconds": statistics.median(m.seconds for m in measurements),
-            "peak_nbytes": max(m.peak_nbytes for m in measurements),
-        }
-        for how, measurements in results.items()
-    }
-    summary |= {
-        "nbytes": nbytes,
-        "float_nbytes": found["float_nbytes"],
-        "largest_nbytes": largest,
-        "allowed_nbytes": int(allowed),
-    }
+    summary["allowed_nbytes"] = int(allowed)
     lines = [
-        f"{found['float_nbytes'] / MIB:,.0f} MiB in float32 to {nbytes / MIB:,.0f} MiB in {MODE} on 8 devices, "
+        f"{summary['float_nbytes'] / MIB:,.0f} MiB in float32 to {nbytes / MIB:,.0f} MiB in {MODE} on 8 devices, "
         f"{runs} runs each; the largest layer has {largest / MIB:,.0f} MiB in float32"
     ]
-    for how in results:
-        seconds, peak = summary[how]["seconds"], summary[how]["peak_nbytes"]
+    for how, found in results.items():
+        seconds, peak = statistics.median(m.seconds for m in found), max(m.peak_nbytes for m in found)
+        summary[how] = {"seconds": seconds, "peak_nbytes": peak}
         lines.append(
             f"  {how:6} {seconds:6.2f} s (median)   peak private memory {peak / MIB:,.0f} MiB, "
             f"{peak / nbytes:.2f} × the quantized model"
@@ -145,7 +124,7 @@ def report_quantize(folder: str, runs: int) -> tuple[dict[str, Any], str]:
 
 def report_lora(folder: str) -> tuple[dict[str, Any], str]:
     """Measures a load and two training steps; what they took, as numbers and as text."""
-    measurement = _measure.run([__file__, "--child", "lora", folder], env=_measure.virtual_devices())
+    measurement = _measure.child("lora", folder)
     found = measurement.result
     loading = max(nbytes for moment, nbytes in measurement.samples if moment <= found["load_seconds"])
     strangers = [path for path in found["changed"] if "lora" not in path]
@@ -164,27 +143,23 @@ def report_lora(folder: str) -> tuple[dict[str, Any], str]:
     return summary, text
 
 
+def child(how: str, folder: str) -> dict[str, Any] | None:
+    if how == "save":
+        return _measure.save_gemma(Path(folder), CONFIG | PRESET)
+    return lora(folder) if how == "lora" else quantize(how, folder)
+
+
 def main() -> None:
-    parser = _measure.arguments(__doc__, runs=3, child=("HOW", "FOLDER"))
+    _measure.in_child(child)
+    parser = _measure.arguments(__doc__, runs=3)
     parser.add_argument("--preset", metavar="FOLDER", help="a Gemma2 preset in float32; default: one is written")
     parser.add_argument("--lora", action="store_true")
     options = parser.parse_args()
-    if options.child:
-        how, folder = options.child
-        if how == "save":
-            from stream import save_preset
-
-            _measure.emit_measured(save_preset, Path(folder))
-        elif how == "lora":
-            lora(folder)
-        else:
-            quantize(how, folder)
-        return
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.preset
         if folder is None:
             folder = str(Path(temporary) / "gemma")
-            _measure.run([__file__, "--child", "save", folder], env=_measure.virtual_devices(1))
+            _measure.child("save", folder, devices=1)
         summary, text = report_lora(folder) if options.lora else report_quantize(folder, options.runs)
     print(json.dumps(summary) if options.json else text)
 

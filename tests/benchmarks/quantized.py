@@ -12,19 +12,15 @@ of the result's bytes.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
-
-import ml_dtypes  # noqa: E402
-import numpy as np  # noqa: E402
-from _measure import arguments, back_memory, emit, in_turns, measured, medians, require_equal, run, virtual_devices  # noqa: E402
+import _measure
+import ml_dtypes
+import numpy as np
 
 WIDTH = 4096
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -160,9 +156,8 @@ def plain_values(name: str, folder: str, paths: list[str]) -> Iterator[tuple[str
         yield path, DECODE[name](lambda ending, module=module: stored[f"{module}{ending}"].read())
 
 
-def child(how: str, name: str, folder: str) -> None:
+def child(how: str, name: str, folder: str) -> dict[str, Any]:
     import jax
-    import jax.numpy as jnp
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
@@ -173,10 +168,10 @@ def child(how: str, name: str, folder: str) -> None:
         paths, dtype = sorted(checkpoint), checkpoint.describe(next(iter(checkpoint))).dtype
     nbytes = len(paths) * WIDTH * WIDTH * dtype.itemsize
     specs = {path: P("model") if index % 2 else P(None, "model") for index, path in enumerate(paths)}
-    abstract = lm.build_abstract(lambda: {path: jnp.zeros((WIDTH, WIDTH), dtype) for path in paths})
+    abstract = _measure.zeros(dict.fromkeys(paths, jax.ShapeDtypeStruct((WIDTH, WIDTH), dtype)))
     abstract = abstract.shard(mesh, {path.replace(".", r"\."): spec for path, spec in specs.items()})
-    back_memory(nbytes * 5 // 4)
-    with measured() as report:
+    _measure.back_memory(nbytes * 5 // 4)
+    with _measure.measured() as report:
         if how == "ours":
             with lm.open_checkpoint(folder) as checkpoint:
                 arrays = abstract.materialize(checkpoint, progress=False)
@@ -185,21 +180,16 @@ def child(how: str, name: str, folder: str) -> None:
             for path, value in plain_values(name, folder, paths):
                 arrays[path] = jax.device_put(value, NamedSharding(mesh, specs[path]))
         jax.block_until_ready(arrays)
-    digest = hashlib.sha256()
-    for path in paths:
-        for shard in arrays[path].addressable_shards:
-            digest.update(np.ascontiguousarray(shard.data).view(np.uint8))
-    emit({**report, "digest": digest.hexdigest(), "nbytes": nbytes})
+    shards = (shard.data for path in paths for shard in arrays[path].addressable_shards)
+    return report | {"digest": _measure.digest(shards), "nbytes": nbytes}
 
 
 def main() -> None:
-    parser = arguments(__doc__, runs=3, child=("HOW", "FORM", "FOLDER"))
+    _measure.in_child(child)
+    parser = _measure.arguments(__doc__, runs=3)
     parser.add_argument("--forms", nargs="+", choices=(*DECODE, *GGUF, *MORE_GGUF), default=[*DECODE, *GGUF])
     parser.add_argument("--gib", type=float, default=1.0, help="of result, in GiB")
     options = parser.parse_args()
-    if options.child:
-        child(*options.child)
-        return
     found: dict[str, dict[str, dict[str, float]]] = {}
     for name in options.forms:
         with tempfile.TemporaryDirectory() as folder:
@@ -209,15 +199,13 @@ def main() -> None:
             else:
                 form = forms()[name]
                 write(path, form, max(nbytes // (WIDTH * WIDTH * form.dtype.itemsize), 1))
-            command = [name, str(path)]
-            results = in_turns(
-                ("ours", "numpy"),
-                options.runs,
-                lambda how, command=command: run([__file__, "--child", how, *command], env=virtual_devices()),
+            given = name, path
+            results = _measure.in_turns(
+                ("ours", "numpy"), options.runs, lambda how, given=given: _measure.child(how, *given)
             )
-        require_equal(results)
+        _measure.require_equal(results)
         nbytes = results["ours"][0].result["nbytes"]
-        found[name] = {how: medians(runs) for how, runs in results.items()}
+        found[name] = {how: _measure.medians(runs) for how, runs in results.items()}
         if not options.json:
             each = "; ".join(
                 f"{how} {figures['gigabytes_per_second']:5.2f} GB/s, {figures['cpu']:5.2f} s of CPU, "

@@ -18,16 +18,14 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import tempfile
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 import _measure
-from stream import BACKED, load_safetensors, save_preset, save_safetensors
+import load_preset
+from stream import BACKED, PRESET, load_safetensors, save_safetensors
 
 from tests.servers.object_server import ObjectServer
 
@@ -48,60 +46,37 @@ WAYS = {
 }
 
 
-def obstore_ranges(url: str) -> None:
+def obstore_ranges(url: str) -> dict[str, Any]:
     """In the child: the bytes of the shards, in ranges of 8 MiB, with nothing made of them."""
     import obstore
     from obstore.store import HTTPStore
 
     store = HTTPStore(url, client_options={"allow_http": True, "pool_max_idle_per_host": "64"})
     size = 8 << 20
-    names = [f"model-{index + 1:05}-of-00003.safetensors" for index in range(3)]
+
+    def get(chunk: tuple[str, int, int]) -> Any:
+        name, start, end = chunk
+        return obstore.get_range(store, name, start=start, end=end)
+
     _measure.back_memory(BACKED)
-    with _measure.measured() as report:
+    with _measure.measured() as report, ThreadPoolExecutor(16) as pool:
         chunks: list[tuple[str, int, int]] = []
-        for name in names:
+        for name in (f"model-{index + 1:05}-of-00003.safetensors" for index in range(3)):
             nbytes = obstore.head(store, name)["size"]
             chunks += [(name, start, min(start + size, nbytes)) for start in range(0, nbytes, size)]
-        kept: list[Any] = []
-
-        def work() -> None:
-            while True:
-                try:
-                    name, start, end = chunks.pop(0)
-                except IndexError:
-                    return
-                kept.append(obstore.get_range(store, name, start=start, end=end))
-
-        threads = [threading.Thread(target=work) for _ in range(16)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        report["nbytes"] = sum(map(len, kept))
-    _measure.emit(report)
+        kept = list(pool.map(get, chunks))
+    return report | {"nbytes": sum(map(len, kept))}
 
 
-def load_preset_from(way: str, url: str) -> None:
+def load_preset_from(way: str, url: str) -> dict[str, Any]:
     """In the child: the preset by ours or, once it is downloaded, by KerasHub."""
-    import load_preset
-    import obstore
-    from obstore.store import HTTPStore
-
     names = ("config.json", "metadata.json", "model.weights.h5")  # what `save_to_preset` writes of a backbone
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         tempfile.tempdir = temporary
-
-        def fetch() -> Path:
-            store = HTTPStore(url, client_options={"allow_http": True, "timeout": "10m"})
-            for name in names:
-                with (folder / name).open("wb") as file:
-                    for piece in obstore.get(store, name).stream(min_chunk_size=1 << 20):
-                        file.write(piece)
-            return folder
-
-        report = load_preset.load("stock", folder, fetch) if way == "stock" else load_preset.load("ours", url)
-        _measure.emit(report | {"written": sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())})
+        fetch = (lambda: _measure.download(url, names, folder)) if way == "stock" else None
+        report = load_preset.load(way, folder if fetch else url, fetch)
+        return report | {"written": sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())}
 
 
 def measure(way: str, server: ObjectServer) -> _measure.Measurement:
@@ -111,37 +86,34 @@ def measure(way: str, server: ObjectServer) -> _measure.Measurement:
     server.faults(FAULTS if way.endswith("-faulty") else (), every=EVERY)
     server.reset_counters()
     url = server.url("preset" if way in ON_PRESET else "decoder")
-    found = _measure.run([__file__, "--child", way, url], env=_measure.virtual_devices())
+    found = _measure.child(way, url)
     server.faults()
     counted = server.counters()
     found.result.update(sent=counted["bytes"], requests=counted["requests"])
     return found
 
 
-def child(way: str, where: str) -> None:
+def child(way: str, where: str) -> dict[str, Any] | None:
     if way == "save":
-        _measure.emit_measured(save_safetensors, Path(where))
-    elif way == "save-preset":
-        _measure.emit_measured(save_preset, Path(where))
-    elif way in ON_PRESET:
-        load_preset_from(way, where)
-    elif way == "obstore":
-        obstore_ranges(where)
-    else:
-        load_safetensors(way.partition("-")[0], f"{where}/model.safetensors.index.json")
+        return save_safetensors(Path(where))
+    if way == "save-preset":
+        return _measure.save_gemma(Path(where), load_preset.CONFIG | PRESET)
+    if way in ON_PRESET:
+        return load_preset_from(way, where)
+    if way == "obstore":
+        return obstore_ranges(where)
+    return load_safetensors(way.partition("-")[0], f"{where}/model.safetensors.index.json")
 
 
 def main() -> None:
-    parser = _measure.arguments(__doc__, runs=5, child=("WAY", "WHERE"))
+    _measure.in_child(child)
+    parser = _measure.arguments(__doc__, runs=5)
     parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS))
     options = parser.parse_args()
-    if options.child:
-        child(*options.child)
-        return
     with tempfile.TemporaryDirectory() as temporary:
         for way, name in (("save", "decoder"), ("save-preset", "preset")):
             if name == "decoder" or set(ON_PRESET) & set(options.only):
-                _measure.run([__file__, "--child", way, str(Path(temporary) / name)], env=_measure.virtual_devices(1))
+                _measure.child(way, Path(temporary) / name, devices=1)
         with ObjectServer(Path(temporary)) as server:
             results = _measure.in_turns(options.only, options.runs, lambda way: measure(way, server))
     report(results, as_json=options.json)

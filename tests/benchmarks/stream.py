@@ -17,11 +17,12 @@ import json
 import mmap
 import os
 import tempfile
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import _measure
+import load_preset
 
 HIDDEN, INTERMEDIATE, VOCABULARY, LAYERS = 2048, 5632, 32000, 10
 PRESET = {"num_layers": 8, "hidden_dim": 2048, "intermediate_dim": 16384}  # of the Gemma2 of load_preset.py
@@ -43,7 +44,6 @@ WAYS = {
     "stock": "keras_hub from_preset",
 }
 ON_PRESET = ("limit-preset", "preset", "stock")
-ON_MATRIX = ("whole", "quarter")
 
 
 def save_safetensors(folder: Path) -> None:
@@ -72,47 +72,28 @@ def save_safetensors(folder: Path) -> None:
     save_file({"matrix": matrix}, folder.parent / "matrix.safetensors")
 
 
-def save_preset(folder: Path) -> None:
-    """Writes the Gemma2 preset."""
-    import load_preset
-
-    load_preset.CONFIG.update(PRESET)
-    load_preset.save(folder)
-
-
-def limit(files: list[Path]) -> None:
+def limit(files: list[Path]) -> dict[str, Any]:
     """Reads the files' bytes with two threads, 32 MiB a buffer."""
     size = 32 << 20
     chunks = [(file, start) for file in files for start in range(0, file.stat().st_size, size)]
     descriptors = {file: os.open(file, os.O_RDONLY) for file in files}
-    buffers: list[memoryview] = []
 
-    def work() -> None:
-        while True:
-            try:
-                file, start = chunks.pop(0)
-            except IndexError:
-                return
-            memory = mmap.mmap(-1, size + (2 << 20), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            memory.madvise(mmap.MADV_HUGEPAGE)
-            view = memoryview(memory)[: min(size, file.stat().st_size - start)]
-            done = 0
-            while done < len(view):
-                done += os.preadv(descriptors[file], [view[done:]], start + done)
-            buffers.append(view)
+    def read(chunk: tuple[Path, int]) -> memoryview:
+        file, start = chunk
+        memory = mmap.mmap(-1, size + (2 << 20), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        view, done = memoryview(memory)[: min(size, file.stat().st_size - start)], 0
+        while done < len(view):
+            done += os.preadv(descriptors[file], [view[done:]], start + done)
+        return view
 
     _measure.back_memory(BACKED)
-    with _measure.measured() as report:
-        threads = [threading.Thread(target=work) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        report["nbytes"] = sum(len(view) for view in buffers)
-    _measure.emit(report)
+    with _measure.measured() as report, ThreadPoolExecutor(2) as pool:
+        buffers = list(pool.map(read, chunks))
+    return report | {"nbytes": sum(map(len, buffers))}
 
 
-def load_safetensors(way: str, folder: Path | str) -> None:
+def load_safetensors(way: str, folder: Path | str) -> dict[str, Any]:
     """In the child: the decoder, from a folder or URL, onto 8 devices, by ours or by Orbax."""
     import jax
     import numpy as np
@@ -121,48 +102,35 @@ def load_safetensors(way: str, folder: Path | str) -> None:
     import lazymodel as lm
 
     mesh = Mesh(np.array(jax.devices()), ("model",))
-    jax.block_until_ready(jax.numpy.zeros(()) + 1)  # the backend itself is not what is measured
+    _measure.backend()
     checkpoint = lm.open_checkpoint(folder)
     axis = -1 if way.endswith("last") else 0
-    structs = {
-        name: jax.ShapeDtypeStruct(
-            tensor.shape,
-            tensor.dtype,
-            sharding=NamedSharding(mesh, PartitionSpec(*(None,) * (axis % tensor.ndim), "model")),
-        )
-        for name, tensor in checkpoint.items()
-    }
+
+    def placed(tensor: lm.LazyTensor) -> Any:
+        sharding = NamedSharding(mesh, PartitionSpec(*(None,) * (axis % tensor.ndim), "model"))
+        return jax.ShapeDtypeStruct(tensor.shape, tensor.dtype, sharding=sharding)
+
+    structs = {name: placed(tensor) for name, tensor in checkpoint.items()}
     checkpoint.close()
-    if way.startswith("orbax"):
-        import logging
+    budget = "64MiB" if way.startswith("budget") else None
 
-        import orbax.checkpoint.experimental.v1 as ocp
+    def ours() -> dict[str, Any]:
+        nonlocal checkpoint
+        abstract = _measure.zeros(structs).shard(mesh, lambda variable: structs[variable.path].sharding.spec)
+        checkpoint = lm.open_checkpoint(folder)
+        return abstract.materialize(checkpoint, max_host_memory=budget, progress=False)
 
-        logging.disable(logging.WARNING)
-        with ocp.Context(checkpoint_layout=ocp.options.CheckpointLayout.SAFETENSORS):
-            _measure.back_memory(BACKED)
-            with _measure.measured() as report:
-                arrays = ocp.load(folder, structs)
-                jax.block_until_ready(arrays)
-    else:
-        budget = "64MiB" if way.startswith("budget") else None
-
-        def init() -> dict[str, Any]:
-            return {name: jax.numpy.zeros(struct.shape, struct.dtype) for name, struct in structs.items()}
-
-        _measure.back_memory(BACKED)
-        with _measure.measured() as report:
-            abstract = lm.build_abstract(init)
-            abstract = abstract.shard(mesh, lambda variable: structs[variable.path].sharding.spec)
-            checkpoint = lm.open_checkpoint(folder)
-            arrays = abstract.materialize(checkpoint, max_host_memory=budget, progress=False)
-            jax.block_until_ready(arrays)
+    load = _measure.by_orbax(folder, structs) if way.startswith("orbax") else ours
+    _measure.back_memory(BACKED)
+    with _measure.measured() as report:
+        arrays = jax.block_until_ready(load())
+    if load is ours:
         report["read"] = checkpoint.bytes_read
     report["nbytes"] = sum(array.nbytes for array in arrays.values())
-    _measure.emit(report | {"digest": _measure.digest(arrays[name] for name in sorted(arrays))})
+    return report | {"digest": _measure.digest(arrays[name] for name in sorted(arrays))}
 
 
-def load_matrix(way: str, file: Path) -> None:
+def load_matrix(way: str, file: Path) -> dict[str, Any]:
     """In the child: a matrix whole, or the two devices' columns that one process of four has on a mesh of eight."""
     import jax
     import numpy as np
@@ -177,61 +145,52 @@ def load_matrix(way: str, file: Path) -> None:
         tensor = tensor[:, columns // 4 : columns // 2]
     devices = jax.devices()[: 2 if way == "quarter" else 1]
     sharding = NamedSharding(Mesh(np.array(devices), ("model",)), PartitionSpec(None, "model"))
-    jax.block_until_ready(jax.numpy.zeros(()) + 1)
+    _measure.backend()
     _measure.back_memory(BACKED)
-    abstract = lm.build_abstract(lambda: {"matrix": jax.numpy.zeros(tensor.shape, tensor.dtype)})
-    abstract = abstract.shard(sharding.mesh, {"matrix": sharding.spec})
+    abstract = _measure.zeros({"matrix": tensor}).shard(sharding.mesh, {"matrix": sharding.spec})
     with _measure.measured() as report:
         array = abstract.materialize({"matrix": tensor}, progress=False)["matrix"]
         jax.block_until_ready(array)
     report |= {"read": checkpoint.bytes_read, "nbytes": array.nbytes}
-    _measure.emit(report | {"digest": _measure.digest([array])})
+    return report | {"digest": _measure.digest([array])}
 
 
-def child(way: str, folder: Path) -> None:
+def child(way: str, where: str) -> dict[str, Any] | None:
     """One piece of work in a process of its own."""
-    if way == "save":
-        _measure.emit_measured(save_safetensors, folder / "decoder")
-    elif way == "save-preset":
-        _measure.emit_measured(save_preset, folder / "preset")
-    elif way == "limit":
-        limit(sorted((folder / "decoder").glob("*.safetensors")))
-    elif way == "limit-preset":
-        limit([folder / "preset" / "model.weights.h5"])
-    elif way in ON_PRESET:
-        import load_preset
-
-        _measure.emit(load_preset.load({"preset": "ours"}.get(way, way), folder / "preset"))
-    elif way in ON_MATRIX:
-        load_matrix(way, folder / "matrix.safetensors")
-    else:
-        load_safetensors(way, folder / "decoder")
+    folder = Path(where)
+    match way:
+        case "save":
+            return save_safetensors(folder / "decoder")
+        case "save-preset":
+            return _measure.save_gemma(folder / "preset", load_preset.CONFIG | PRESET)
+        case "limit":
+            return limit(sorted((folder / "decoder").glob("*.safetensors")))
+        case "limit-preset":
+            return limit([folder / "preset" / "model.weights.h5"])
+        case "preset" | "stock":
+            return load_preset.load(way, folder / "preset")
+        case "whole" | "quarter":
+            return load_matrix(way, folder / "matrix.safetensors")
+    return load_safetensors(way, folder / "decoder")
 
 
 def main() -> None:
-    parser = _measure.arguments(__doc__, runs=5, child=("WAY", "FOLDER"))
+    _measure.in_child(child)
+    parser = _measure.arguments(__doc__, runs=5)
     parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--folder", metavar="FOLDER", help="keep the checkpoints here, and use those that are there")
     options = parser.parse_args()
-    if options.child:
-        child(options.child[0], Path(options.child[1]))
-        return
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(options.folder or temporary)
         for way, made in (("save", "decoder"), ("save-preset", "preset")):
             if not (folder / made).exists() and (made == "decoder" or set(ON_PRESET) & set(options.only)):
                 folder.mkdir(exist_ok=True)
-                _measure.run([__file__, "--child", way, str(folder)], env=_measure.virtual_devices(1))
+                _measure.child(way, folder, devices=1)
         for file in folder.rglob("*.*"):
             with file.open("rb") as stream:  # warm the page cache
                 while stream.read(32 << 20):
                     pass
-        command = [__file__, "--child"]
-        results = _measure.in_turns(
-            options.only,
-            options.runs,
-            lambda way: _measure.run([*command, way, str(folder)], env=_measure.virtual_devices()),
-        )
+        results = _measure.in_turns(options.only, options.runs, lambda way: _measure.child(way, folder))
     report(results, as_json=options.json)
 
 
@@ -244,23 +203,22 @@ def report(results: dict[str, list[_measure.Measurement]], *, as_json: bool) -> 
         found, of = _measure.medians(results[way]), results[way][0].result
         return found | ({"read": of["read"] / of["nbytes"]} if "read" in of else {})
 
-    def ratio(slow: str, fast: str) -> float | None:
-        if slow not in results or fast not in results:
-            return None
-        return _measure.speedup(results[slow], results[fast])
-
-    ratios = {
-        "first axis, speed over the limit": ratio("limit", "first"),
-        "last axis, speed over the limit": ratio("limit", "last"),
-        "first axis, times as fast as Orbax": ratio("orbax", "first"),
-        "last axis, times as fast as Orbax": ratio("orbax-last", "last"),
-        "64MiB budget, speed over no budget": ratio("first", "budget"),
-        "64MiB budget, last axis, over no budget": ratio("last", "budget-last"),
-        "quarter of the columns, time over the whole": ratio("quarter", "whole"),
-        "from_preset, times as fast as stock": ratio("stock", "preset"),
-        "from_preset, speed over the limit": ratio("limit-preset", "preset"),
+    pairs = {
+        "first axis, speed over the limit": ("limit", "first"),
+        "last axis, speed over the limit": ("limit", "last"),
+        "first axis, times as fast as Orbax": ("orbax", "first"),
+        "last axis, times as fast as Orbax": ("orbax-last", "last"),
+        "64MiB budget, speed over no budget": ("first", "budget"),
+        "64MiB budget, last axis, over no budget": ("last", "budget-last"),
+        "quarter of the columns, time over the whole": ("quarter", "whole"),
+        "from_preset, times as fast as stock": ("stock", "preset"),
+        "from_preset, speed over the limit": ("limit-preset", "preset"),
     }
-    found = {name: value for name, value in ratios.items() if value is not None}
+    found = {
+        name: _measure.speedup(*(results[way] for way in pair))
+        for name, pair in pairs.items()
+        if results.keys() >= {*pair}
+    }
     if as_json:
         print(json.dumps({"ways": {way: summary(way) for way in results}, "ratios": found}))
         return

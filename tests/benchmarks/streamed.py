@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from _measure import Measurement, arguments, emit, measured, run
+import _measure
 from build_abstract import MODELS
 
 GIB = 1 << 30
@@ -65,28 +65,29 @@ def write_folder(folder: Path, nbytes: int) -> None:
 
 def plain_read(paths: list[Path]) -> None:
     """Reads files by as many threads as there are cores, in pieces, into memory that was touched before."""
-    pieces = [(path, start) for path in paths for start in range(0, path.stat().st_size, 4 << 20)]
-    local: dict[str, Any] = {}
+    files = [path.open("rb", buffering=0) for path in paths]
+    pieces = [(file, start) for file in files for start in range(0, os.fstat(file.fileno()).st_size, 4 << 20)]
+    local = threading.local()
 
-    def one(piece: tuple[Path, int]) -> None:
-        buffer = local.setdefault(threading.current_thread().name, bytearray(4 << 20))
-        os.preadv(files[piece[0]], [buffer], piece[1])
+    def one(piece: tuple[Any, int]) -> None:
+        local.buffer = getattr(local, "buffer", None) or bytearray(4 << 20)
+        os.preadv(piece[0].fileno(), [local.buffer], piece[1])
 
-    files = {path: os.open(path, os.O_RDONLY) for path in paths}
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         list(pool.map(one, pieces))
-    for fd in files.values():
-        os.close(fd)
+    for file in files:
+        file.close()
 
 
-def child(what: str, folder: Path, options: argparse.Namespace) -> None:
+def child(what: str, where: str, gib: str, layers: str) -> dict[str, Any]:
     """One measurement, in a process of its own."""
+    folder = Path(where)
     if what == "initialized":
         import keras_hub
 
         import lazymodel as lm
 
-        config = MODELS["Gemma2-9B"][1] | {"num_layers": options.layers}
+        config = MODELS["Gemma2-9B"][1] | {"num_layers": int(layers)}
         model: Any = lm.build_abstract(keras_hub.models.GemmaBackbone, **config, dtype="float32")
     else:
         import jax
@@ -94,14 +95,15 @@ def child(what: str, folder: Path, options: argparse.Namespace) -> None:
         import lazymodel as lm
 
         if what == "save":
-            sizes = shapes(int(options.gib * GIB), 4)
+            sizes = shapes(int(float(gib) * GIB), 4)
             model = lm.build_abstract(
                 lambda key: {name: jax.random.normal(key, shape) for name, shape in sizes.items()}, jax.random.key(0)
             )
         else:
             model = lm.open_checkpoint(folder if what == "folder" else folder / "a.safetensors")
-    jax_ready(what)
-    with measured() as report:
+    if what in ("initialized", "save"):
+        _measure.backend()
+    with _measure.measured() as report:
         if what in ("initialized", "folder"):
             found = lm.statistics(model, progress=False)
             report["std"] = {path: row.std for path, row in list(found.items())[:2]}
@@ -114,18 +116,10 @@ def child(what: str, folder: Path, options: argparse.Namespace) -> None:
             report["same"] = not lm.diff(model, other, progress=False)
     report["nbytes"] = model.nbytes
     report["largest"] = max(value.nbytes for value in model.values())
-    emit(report)
+    return report
 
 
-def jax_ready(what: str) -> None:
-    """The backend itself is not what is measured."""
-    if what in ("initialized", "save"):
-        import jax
-
-        jax.block_until_ready(jax.numpy.zeros(()) + 1)
-
-
-def show(what: str, m: Measurement, factor: int = 1) -> None:
+def show(what: str, m: _measure.Measurement, factor: int = 1) -> None:
     nbytes, largest = m.result["nbytes"] * factor, m.result["largest"]
     print(
         f"{what}: {nbytes / GIB:.2f} GiB in {m.seconds:.1f} s ({nbytes / 1e9 / m.seconds:.2f} GB/s; "
@@ -134,7 +128,11 @@ def show(what: str, m: Measurement, factor: int = 1) -> None:
     )
 
 
-def diffs(folder: Path, options: argparse.Namespace, command: list[str]) -> None:
+def measure(what: str, folder: Path, options: argparse.Namespace) -> _measure.Measurement:
+    return _measure.child(what, folder, options.gib, options.layers, devices=None)
+
+
+def diffs(folder: Path, options: argparse.Namespace) -> None:
     """Writes two equal checkpoints and another one, and compares, in turn with plain reading."""
     import numpy as np
 
@@ -154,29 +152,26 @@ def diffs(folder: Path, options: argparse.Namespace, command: list[str]) -> None
     lm.save({name: array * 1.001 for name, array in named.items()}, folder / "c.safetensors", progress=False)
     for _ in range(3):
         for what in ("read", "equal", "unequal"):
-            show(f"diff: {what}", run([*command, "--child", what, str(folder)]), 2)
+            show(f"diff: {what}", measure(what, folder, options), 2)
 
 
 def main() -> None:
-    parser = arguments(__doc__, child=("WHAT", "FOLDER"))
+    os.environ.update({"JAX_PLATFORMS": "cpu", "KERAS_BACKEND": "jax"})
+    _measure.in_child(child)
+    parser = _measure.arguments(__doc__)
     parser.add_argument("what", nargs="*", default=["initialized", "folder", "diff", "save"])
     parser.add_argument("--gib", type=float, default=4)
     parser.add_argument("--layers", type=int, default=MODELS["Gemma2-9B"][1]["num_layers"], help="fewer, for a trial")
     parser.add_argument("--folder", help="where files go for the while; by default with other temporary files")
     options = parser.parse_args()
-    os.environ.update({"JAX_PLATFORMS": "cpu", "KERAS_BACKEND": "jax"})
-    if options.child:
-        child(options.child[0], Path(options.child[1]), options)
-        return
-    command = [__file__, "--gib", str(options.gib), "--layers", str(options.layers)]
     for what in options.what:
         with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
             if what == "folder":
                 write_folder(Path(temporary), int(2 * options.gib * GIB))
             if what == "diff":
-                diffs(Path(temporary), options, command)
+                diffs(Path(temporary), options)
             else:
-                show(what, run([*command, "--child", what, temporary]))
+                show(what, measure(what, Path(temporary), options))
 
 
 if __name__ == "__main__":

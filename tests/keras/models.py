@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,11 @@ import jax
 import keras
 import keras_hub
 import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 
+import lazymodel as lm
 import lazymodel_keras as lk
 
 _SIZES = {"vocabulary_size": 64, "num_layers": 2, "hidden_dim": 32, "intermediate_dim": 64}
@@ -39,6 +42,33 @@ BACKBONES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+def functional() -> keras.Model:
+    """Two inputs, a shared layer, a nested model."""
+    shared = keras.layers.Dense(16, activation="gelu")
+    inner = keras.Sequential([keras.Input((16,)), keras.layers.Dense(16), keras.layers.BatchNormalization()])
+    one, two = keras.Input((8,)), keras.Input((8,))
+    return keras.Model([one, two], keras.layers.add([inner(shared(one)), shared(two)]))
+
+
+def preprocessing() -> keras.Model:
+    statistics = keras.layers.Normalization(mean=np.arange(8.0), variance=np.ones(8))
+    return keras.Sequential([keras.Input((8,)), statistics, keras.layers.Dense(4)])
+
+
+def columns(variable: lm.AbstractVariable) -> P:
+    """Rules for any model: the last axis, if it divides by 2."""
+    fits = variable.shape and variable.shape[-1] % 2 == 0
+    return P(*[None] * (len(variable.shape) - 1), "model") if fits else P()
+
+
+def first_that_divides(variable: lm.AbstractVariable) -> P:
+    """Rules for any model: the last axis that 8 divides."""
+    for axis in reversed(range(len(variable.shape))):
+        if variable.shape[axis] % 8 == 0:
+            return P(*([None] * axis), "model")
+    return P()
+
+
 def randomize(model: Any, seed: int = 0) -> Any:
     """Gives every floating-point weight a value that no initializer gives."""
     rng = np.random.default_rng(seed)
@@ -53,14 +83,18 @@ def _presets() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="presets-")
 
 
-def save_preset(folder: Path, name: str, **save: Any) -> Path:
-    """A KerasHub preset of one of `BACKBONES`: a copy of the one that this process has saved with these options."""
+def preset_of(name: str, **save: Any) -> str:
+    """A KerasHub preset of one of `BACKBONES`, to be read only: this process has saved it once with these options."""
     saved = Path(_presets().name) / json.dumps([name, save])
     if not saved.exists():
         cls, config = BACKBONES[name]
         randomize(cls(**config)).save_to_preset(str(saved), **save)
-    shutil.copytree(saved, folder, dirs_exist_ok=True)
-    return folder
+    return str(saved)
+
+
+def save_preset(folder: Path, name: str, **save: Any) -> Path:
+    """A copy of that, which a test may change."""
+    return shutil.copytree(preset_of(name, **save), folder, dirs_exist_ok=True)
 
 
 def inputs_of(model: Any) -> Any:
@@ -84,11 +118,7 @@ def inputs_of(model: Any) -> Any:
 def assert_same(stock: Any, ours: Any, *, outputs: bool = True) -> None:
     """Every variable equal bit for bit, in the same order, and equal outputs."""
     assert [v.path.split("/")[-1] for v in stock.variables] == [v.path.split("/")[-1] for v in ours.variables]
-    for expected, found in zip(stock.variables, ours.variables, strict=True):
-        assert expected.dtype == found.dtype, expected.path
-        assert expected.shape == found.shape, expected.path
-        assert "assign" not in vars(found), found.path
-        np.testing.assert_array_equal(bits(expected), bits(found), err_msg=expected.path)
+    assert_same_values(stock.variables, ours.variables)
     if outputs:
         for expected, found in zip(outputs_of(stock), outputs_of(ours), strict=True):
             if all(e.value.sharding == f.value.sharding for e, f in zip(stock.variables, ours.variables, strict=True)):
@@ -97,11 +127,53 @@ def assert_same(stock: Any, ours: Any, *, outputs: bool = True) -> None:
                 np.testing.assert_allclose(expected, found, rtol=2e-4, atol=2e-4)
 
 
+def assert_same_values(stock: Iterable[Any], ours: Iterable[Any]) -> None:
+    """Ordinary variables that are equal bit for bit."""
+    for expected, found in zip(stock, ours, strict=True):
+        assert (expected.dtype, expected.shape) == (found.dtype, found.shape), expected.path
+        assert "assign" not in vars(found), found.path
+        np.testing.assert_array_equal(bits(expected), bits(found), err_msg=expected.path)
+
+
+def state_of(model: Any) -> list[Any]:
+    """The variables of a model and of its optimizer."""
+    return [*model.variables, *model.optimizer.variables]
+
+
+def device_mesh(*shape: int, axes: tuple[str, ...] = ("batch", "model")) -> Any:
+    """Keras' mesh of all devices."""
+    return keras.distribution.DeviceMesh(shape, list(axes[-len(shape) :]), keras.distribution.list_devices())
+
+
+def layouts(mesh: Any, **specs: Any) -> Any:
+    """A layout map of Keras with these keys."""
+    found = keras.distribution.LayoutMap(mesh)
+    for key, spec in specs.items():
+        found[key] = spec
+    return found
+
+
+def distribution(layout: Any) -> Any:
+    """Keras' own distribution of models by a layout map; its scope is entered with `with`."""
+    return keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="batch").scope()
+
+
+def in_block(build: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """What a function returns that is called in a block of `lk.deferred` with these options."""
+    with lk.deferred(**options):
+        return build(*arguments)
+
+
+def refused(load: Callable[..., Any], *arguments: Any, **options: Any) -> str:
+    """The message of the checkpoint error that a load ends with."""
+    with pytest.raises(lm.CheckpointError) as caught:
+        load(*arguments, **options)
+    return str(caught.value)
+
+
 def assert_same_in_distribution(cls: Any, folder: str) -> None:
     """A preset is equal to stock's, and placed alike, by the class's own layout over eight devices."""
-    mesh = keras.distribution.DeviceMesh((1, 8), ["batch", "model"], keras.distribution.list_devices())
-    layout = cls.get_layout_map(mesh)
-    with keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="batch").scope():
+    with distribution(cls.get_layout_map(device_mesh(1, 8))):
         stock = seeded(lambda: cls.from_preset(folder))
         ours = seeded(lambda: lk.from_preset(cls, folder))
         assert_same(stock, ours, outputs=False)
@@ -206,6 +278,9 @@ def decoder_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes[f"{at}self_attn.o_proj"] = (width, heads * head)
         if model in ("qwen3", "qwen3_moe", "gemma3_text"):
             shapes |= {f"{at}self_attn.{name}_norm": (head,) for name in "qk"}
+        if model == "gpt_oss":
+            shapes |= _mxfp4_layer(at, config)
+            continue
         inner, experts, names = {f"{at}mlp.": config["intermediate_size"]}, 0, ("gate_proj", "up_proj", "down_proj")
         if model == "mixtral":
             part, experts, size = "block_sparse_moe", config["num_local_experts"], config["intermediate_size"]
@@ -220,12 +295,26 @@ def decoder_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             inner[f"{at}mlp.shared_expert."] = config["shared_expert_intermediate_size"]
         for each, size in inner.items():
             shapes |= {f"{each}{name}": (size, width) for name in names[:2]} | {f"{each}{names[2]}": (width, size)}
-    found = {f"model.{name}.weight": shape for name, shape in shapes.items()}
-    if model in ("qwen2", "qwen2_moe"):
+    whole = ("bias", "sinks", "_blocks", "_scales", "_bias")
+    found = {f"model.{name}" + (".weight" if not name.endswith(whole) else ""): s for name, s in shapes.items()}
+    if model in ("qwen2", "qwen2_moe", "gpt_oss"):
         found |= {re.sub("weight$", "bias", n): s[:1] for n, s in found.items() if re.search("[qkv]_proj.weight", n)}
     if not config["tie_word_embeddings"]:
         found["lm_head.weight"] = (config["vocab_size"], width)
     return found
+
+
+def _mxfp4_layer(at: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The experts of a layer of GPT-OSS: blocks of 32 numbers of four bits, and a scale for each."""
+    width, inner, experts = (config[name] for name in ("hidden_size", "intermediate_size", "num_local_experts"))
+    router = f"{at}mlp.router"
+    shapes: dict[str, tuple[int, ...]] = {router: (experts, width), f"{router}.bias": (experts,)}
+    shapes |= {f"{at}self_attn.sinks": (config["num_attention_heads"],), f"{at}self_attn.o_proj.bias": (width,)}
+    for name, rows, columns in (("gate_up", 2 * inner, width), ("down", width, inner)):
+        each = f"{at}mlp.experts.{name}_proj"
+        shapes[f"{each}_blocks"] = (experts, rows, columns // 32, 16)
+        shapes |= {f"{each}_scales": (experts, rows, columns // 32), f"{each}_bias": (experts, rows)}
+    return shapes
 
 
 def random_tensors(shapes: dict[str, tuple[int, ...]], dtype: Any = np.float32) -> dict[str, np.ndarray]:
