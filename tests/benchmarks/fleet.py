@@ -1,12 +1,10 @@
-"""A fleet that reads once, and a live model that moves: what is read, exchanged, held, and how long it takes.
+"""A fleet that reads once: what is read, exchanged and held, and how long it takes.
 
-Run as `python tests/benchmarks/fleet.py [GIB]`, of the model; it needs nine times as much memory for the first figure.
+Run as `python tests/benchmarks/fleet.py [GIB]`, of the model; it needs nine times as much memory.
 
-1. Four processes of two CPU devices, mesh (data=4, model=2), from a file with and without an exchange, and from a
-   server on this machine with one: bytes that all of them read
-   together against the file, private memory of the most loaded beyond its arrays, in units of a group, and seconds.
-2. `reshard` between (8, 1), (2, 4) and four of eight devices, with and without donation: peak of private memory against
-   the model, and seconds.
+Four processes of two CPU devices, mesh (data=4, model=2), from a file with and without an exchange, and from a server
+on this machine with one: bytes that all of them read together against the file, private memory of the most loaded
+beyond its arrays, in units of a group, and seconds.
 """
 
 from __future__ import annotations
@@ -16,13 +14,12 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import _measure
 
-from tests.private_memory import Peak, private_nbytes
+from tests.private_memory import Peak
 from tests.processes import free_address
 from tests.servers.object_server import ObjectServer
 
@@ -61,7 +58,7 @@ def write(gib: float, path: Path) -> None:
 
 
 def load(process: int, address: str, path: str, gib: float, replicas: str) -> None:
-    """One process of the first figure."""
+    """One process."""
     import jax
     import numpy as np
     from jax.sharding import Mesh
@@ -87,7 +84,7 @@ def load(process: int, address: str, path: str, gib: float, replicas: str) -> No
 
 
 def fleet(gib: float, folder: Path) -> None:
-    """Prints the first figure."""
+    """Prints the figures."""
     path = folder / "model.safetensors"
     subprocess.run([sys.executable, __file__, "write", str(gib), str(path)], check=True, env=environment(1))
     size = path.stat().st_size
@@ -120,69 +117,15 @@ def run_fleet(gib: float, path: str, size: int, replicas: str) -> None:
     )
 
 
-PLACES = {"(8, 1)": ((8, 1), ("data",)), "(2, 4)": ((2, 4), ("data", "model")), "4 devices": ((1, 4), (None, "model"))}
-MOVES = (("(8, 1)", "(2, 4)"), ("(2, 4)", "(8, 1)"), ("(8, 1)", "4 devices"), ("4 devices", "(8, 1)"))
-
-
-def move(gib: float, before: str, after: str, donate: bool) -> None:
-    """One move of the second figure."""
-    import jax
-    import numpy as np
-    from jax.sharding import Mesh
-    from jax.sharding import PartitionSpec as P
-
-    import lazymodel as lm
-
-    models: dict[str, Any] = {}
-    for name in (before, after):
-        shape, spec = PLACES[name]
-        mesh = Mesh(np.array(jax.devices()[: shape[0] * shape[1]]).reshape(shape), ("data", "model"))
-        models[name] = abstract(gib).shard(mesh, {".*": P(*spec)})
-    nbytes = models[before].nbytes
-    values = np.random.default_rng(0).standard_normal(next(iter(models[before].values())).shape, np.float32)
-    base = private_nbytes()
-    model = jax.block_until_ready(models[before].materialize(dict.fromkeys(models[before], values), progress=False))
-    reports: list[lm.ReshardReport] = []
-    with Peak() as peak:
-        start = time.perf_counter()
-        moved = lm.reshard(
-            model, models[after], donate=donate, max_device_memory=GROUP, report=reports.append, progress=False
-        )
-        seconds = time.perf_counter() - start
-    for array in moved.values():
-        for shard in array.addressable_shards:
-            assert np.array_equal(np.asarray(shard.data).view(np.int32), values[shard.index].view(np.int32))
-    most = max(reports[0].held_nbytes)
-    print(
-        f"  {before:>9} → {after:9} {'donated' if donate else 'kept':7}: peak {(peak.most - base) / nbytes:.2f} × the "
-        f"model in this process; most loaded device {reports[0].peak_nbytes / most:.2f} × the more it holds before or "
-        f"after; {reports[0].num_groups} groups, {seconds:.2f} s"
-    )
-
-
-def moves(gib: float) -> None:
-    """Prints the second figure."""
-    print(f"reshard of {gib:.2f} GiB, {VARIABLES} variables, groups of at most {GROUP >> 20} MiB a device")
-    for donate in ("", "donate"):
-        for before, after in MOVES:
-            command = [sys.executable, __file__, "move", str(gib), before, after, donate]
-            subprocess.run(command, check=True, env=environment(DEVICES))
-
-
 def main() -> None:
-    if len(sys.argv) > 2:
-        what, *rest = sys.argv[1:]
-        if what == "write":
-            write(float(rest[0]), Path(rest[1]))
-        elif what == "load":
-            load(int(rest[4]), rest[0], rest[1], float(rest[2]), rest[3])
-        else:
-            move(float(rest[0]), rest[1], rest[2], bool(rest[3]))
-        return
-    gib = float(sys.argv[1]) if len(sys.argv) > 1 else 1.0
-    with tempfile.TemporaryDirectory() as folder:
-        fleet(gib, Path(folder))
-    moves(gib)
+    match sys.argv[1:]:
+        case ["write", gib, path]:
+            write(float(gib), Path(path))
+        case ["load", address, path, gib, replicas, process]:
+            load(int(process), address, path, float(gib), replicas)
+        case given:
+            with tempfile.TemporaryDirectory() as folder:
+                fleet(float(given[0]) if given else 1.0, Path(folder))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/init_compile.py --layers 64 --runs 3
 
-Builds a decoder (Flax NNX, Flax Linen, and the same in plain JAX) for eight virtual CPU devices. Each measurement is a
+Builds a decoder (Flax NNX, and the same in plain JAX) for eight virtual CPU devices. Each measurement is a
 process of its own, the two ways alternating, so that neither finds a warm cache. `whole` is tracing, lowering and
 compiling `jax.jit(init, out_shardings=…)`; `lazymodel` is `build_abstract`, `shard` and compiling every program. Then
 the model, wider (`--memory-hidden`), is built and materialized, compiling included, and its peak of private memory is
@@ -22,7 +22,7 @@ from typing import Any
 import _measure
 
 HIDDEN, HEADS, VOCABULARY = 256, 8, 4096
-MODELS = ["nnx", "linen", "plain"]
+MODELS = ["nnx", "plain"]
 
 
 def main() -> None:
@@ -159,35 +159,6 @@ def _nnx(layers: int, hidden: int) -> Any:
     return Decoder
 
 
-def _linen(layers: int, hidden: int) -> Any:
-    from flax import linen as nn
-
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x: Any) -> Any:
-            h = nn.RMSNorm(name="attention_norm")(x)
-            query = nn.DenseGeneral((HEADS, hidden // HEADS), use_bias=False, name="query")(h)
-            key = nn.Dense(hidden // 4, use_bias=False, name="key")(h)
-            value = nn.Dense(hidden // 4, use_bias=False, name="value")(h)
-            # Not attention: what is measured is how its parameters come to be.
-            mixed = query.reshape(x.shape) * (key + value).mean(-1, keepdims=True)
-            x = x + nn.Dense(hidden, use_bias=False, name="output")(mixed)
-            h = nn.RMSNorm(name="mlp_norm")(x)
-            gate = nn.Dense(4 * hidden, use_bias=False, name="gate")(h)
-            up = nn.Dense(4 * hidden, use_bias=False, name="up")(h)
-            return x + nn.Dense(hidden, use_bias=False, name="down")(nn.silu(gate) * up)
-
-    class Decoder(nn.Module):
-        @nn.compact
-        def __call__(self, tokens: Any) -> Any:
-            x = nn.Embed(VOCABULARY, hidden, name="embedding")(tokens)
-            for layer in range(layers):
-                x = Block(name=f"layer_{layer}")(x)
-            return nn.RMSNorm(name="norm")(x)
-
-    return Decoder()
-
-
 def _init_and_build(model: str, layers: int, hidden: int = HIDDEN) -> tuple[Any, Any]:
     """The framework's own initialization, as a function of a key, and a function that builds abstractly."""
     import jax
@@ -197,10 +168,6 @@ def _init_and_build(model: str, layers: int, hidden: int = HIDDEN) -> tuple[Any,
     if model == "plain":
         init = _plain(layers, hidden)
         return init, lambda: lm.build_abstract(init, jax.random.key(0))
-    if model == "linen":
-        module, tokens = _linen(layers, hidden), jax.ShapeDtypeStruct((1, 8), "int32")
-        inputs = jax.numpy.zeros(tokens.shape, tokens.dtype)
-        return (lambda key: module.init(key, inputs)), lambda: lm.build_abstract(module, jax.random.key(0), tokens)
     from flax import nnx
 
     decoder = _nnx(layers, hidden)
@@ -227,9 +194,8 @@ def _measure_whole(model: str, options: argparse.Namespace) -> dict[str, Any]:
     jax.clear_caches()
     key = jax.random.key(0)
     start = time.perf_counter()
-    with _measure.measured() as report:
-        jax.jit(init, out_shardings=shardings).lower(key).compile()
-    return report | {"seconds": time.perf_counter() - start}
+    jax.jit(init, out_shardings=shardings).lower(key).compile()
+    return {"seconds": time.perf_counter() - start}
 
 
 def _measure_lazymodel(model: str, options: argparse.Namespace) -> dict[str, Any]:

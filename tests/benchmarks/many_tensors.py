@@ -54,11 +54,10 @@ def path_of(index: int) -> str:
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
-def write_header(file: Path, count: int, prefix: str = "") -> None:
+def write_header(file: Path, count: int) -> None:
     """A safetensors file of `count` single bytes; almost all of it is header."""
     entries = ",".join(
-        f'"{prefix}{index:07x}":{{"dtype":"U8","shape":[1],"data_offsets":[{index},{index + 1}]}}'
-        for index in range(count)
+        f'"{index:07x}":{{"dtype":"U8","shape":[1],"data_offsets":[{index},{index + 1}]}}' for index in range(count)
     )
     header = ("{" + entries + "}").encode()
     file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(count))
@@ -80,15 +79,6 @@ def write_files(folder: Path) -> None:
     with ocp.StandardCheckpointer() as saver:
         saver.save(folder / "orbax", arrays)
     write_header(folder / "header.safetensors", HEADER)
-    shards = folder / "shards"
-    shards.mkdir()
-    names: dict[str, str] = {}
-    for shard in range(14):
-        file = f"model-{shard + 1:05}-of-00014.safetensors"
-        write_header(shards / file, HEADER // 14, f"{shard:x}")
-        names |= {f"{shard:x}{index:07x}": file for index in range(HEADER // 14)}
-    index = {"metadata": {}, "weight_map": names}
-    (shards / "model.safetensors.index.json").write_text(json.dumps(index, separators=(",", ":")))
     many = {f"layers.{i // 10}.part_{i % 10}.weight": np.zeros(1, np.uint8) for i in range(NAMES)}
     save_file(many, folder / "names.safetensors")
 
@@ -172,26 +162,6 @@ def case_header(clock: Clock, folder: Path) -> None:
         repr(checkpoint)
 
 
-def case_index(clock: Clock, folder: Path) -> None:
-    """an index of 1.4 million tensors in 14 files"""
-    import lazymodel as lm
-
-    with clock("open_checkpoint"):
-        lm.open_checkpoint(folder / "shards")
-
-
-def case_inspect(clock: Clock, folder: Path) -> None:
-    """`lazymodel inspect` of either"""
-    from lazymodel.checkpoints._open import inspect_checkpoint
-
-    with clock("one file"):
-        summary = inspect_checkpoint(folder / "header.safetensors")
-    with clock("its text"):
-        str(summary)
-    with clock("14 files"):
-        inspect_checkpoint(folder / "shards")
-
-
 def case_mapping(clock: Clock, folder: Path) -> None:
     """a mapping of 100,000 names, and a mapping by 10 patterns"""
     import numpy as np
@@ -234,7 +204,7 @@ CASES: dict[str, tuple[str, Callable[[Clock, Path], None]]] = {
     name: (what, functools.partial(load, file=file, **options)) for name, (what, file, options) in LOADS.items()
 } | {
     function.__name__.removeprefix("case_"): (function.__doc__, function)
-    for function in (case_header, case_index, case_inspect, case_mapping, case_rules)
+    for function in (case_header, case_mapping, case_rules)
 }
 
 

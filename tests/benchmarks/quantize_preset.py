@@ -1,12 +1,11 @@
-"""A float preset quantized while it is loaded, against stock load-then-quantize; and a LoRA step on the same model.
+"""A float preset quantized while it is loaded, against stock load-then-quantize.
 
-    python tests/benchmarks/quantize_preset.py [--preset FOLDER] [--runs 3] [--lora] [--json]
+    python tests/benchmarks/quantize_preset.py [--preset FOLDER] [--runs 3] [--json]
 
 The model is a Gemma2 of 601 million parameters in float32 (2.2 GiB), saved once with `save_to_preset` unless a folder
 is given, and loaded onto 8 CPU devices. Stock and ours take turns, each in its own process, with the page cache warm.
 Seconds are from the call until every array is ready; memory is the peak of private memory over what the process held
-before the call. Values are compared bit for bit. `--lora` instead loads the model in bfloat16 with LoRA pairs of rank 8
-on all query and value projections, trains two steps on 8 devices, and tells what changed and the peaks.
+before the call. Values are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,6 @@ from stream import PRESET
 BACKED = 6 << 30  # bytes that each process touches before it is measured, so that both find memory equally ready
 MIB = 1 << 20
 MODE = "int8"  # KerasHub's layout maps do not fit the flattened kernels of int4
-BATCH, SEQUENCE = 8, 64
 ALLOWANCE = 0.15  # of the quantized size, which a peak may exceed together with the largest layer in float
 
 
@@ -59,43 +56,6 @@ def quantize(how: str, folder: str) -> dict[str, Any]:
     return report | {"float_nbytes": floats.nbytes, "largest_nbytes": largest}
 
 
-def lora(folder: str) -> dict[str, Any]:
-    """In the child: a load with LoRA pairs, and two steps of training."""
-    import jax
-    import keras
-    import keras_hub
-    import numpy as np
-
-    import lazymodel_keras as lk
-
-    def digests(model: Any) -> dict[str, str]:
-        return {v.path: _measure.digest([v.value]) for v in model.variables}
-
-    split()
-    _measure.back_memory(BACKED)
-    tokens = np.random.default_rng(0).integers(1, 1000, (BATCH, SEQUENCE + 1)).astype("int32")
-    inputs = {"token_ids": tokens[:, :-1], "padding_mask": np.ones((BATCH, SEQUENCE), "bool")}
-    with _measure.measured() as report:
-        start = time.monotonic()
-        abstract = lk.abstract_from_preset(keras_hub.models.GemmaCausalLM, folder, preprocessor=None, dtype="bfloat16")
-        model = abstract.lora(8).materialize(progress=False)
-        jax.block_until_ready([variable.value for variable in model.weights])
-        report["load_seconds"] = time.monotonic() - start
-        before = digests(model)
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(optimizer=keras.optimizers.Adam(1e-3), loss=loss)
-        fitted = model.fit(inputs, tokens[:, 1:], batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
-    after = digests(model)
-    return report | {
-        "losses": fitted.history["loss"],
-        "nbytes": sum(v.value.nbytes for v in model.variables),
-        "pairs": sum("lora" in path for path in after),
-        "pair_nbytes": sum(v.value.nbytes for v in model.variables if "lora" in v.path),
-        "changed": sorted(path for path in before if before[path] != after[path]),
-        "devices": len({d for v in model.variables for d in v.value.sharding.device_set}),
-    }
-
-
 def report_quantize(folder: str, runs: int) -> tuple[dict[str, Any], str]:
     """Measures both ways; what they took, as numbers and as text."""
     results = _measure.stock_and_ours(folder, runs)
@@ -122,45 +82,23 @@ def report_quantize(folder: str, runs: int) -> tuple[dict[str, Any], str]:
     return summary, "\n".join(lines)
 
 
-def report_lora(folder: str) -> tuple[dict[str, Any], str]:
-    """Measures a load and two training steps; what they took, as numbers and as text."""
-    measurement = _measure.child("lora", folder)
-    found = measurement.result
-    loading = max(nbytes for moment, nbytes in measurement.samples if moment <= found["load_seconds"])
-    strangers = [path for path in found["changed"] if "lora" not in path]
-    if strangers:
-        raise SystemExit(f"training changed {strangers}")
-    text = (
-        f"{found['nbytes'] / MIB:,.0f} MiB in bfloat16 with {found['pairs']} LoRA factors of "
-        f"{found['pair_nbytes'] / MIB:.1f} MiB on {found['devices']} devices\n"
-        f"  loaded in {found['load_seconds']:.2f} s, peak private memory {loading / found['nbytes']:.2f} × the model\n"
-        f"  two steps of {BATCH} × {SEQUENCE} tokens in {measurement.seconds - found['load_seconds']:.2f} s, compiling "
-        f"included, peak {measurement.peak_nbytes / found['nbytes']:.2f} × the model\n"
-        f"  losses {', '.join(f'{loss:.3f}' for loss in found['losses'])}; "
-        f"{len(found['changed'])} of {found['pairs']} factors changed, and nothing else"
-    )
-    summary = {**found, "seconds": measurement.seconds, "peak_nbytes": measurement.peak_nbytes, "load_peak": loading}
-    return summary, text
-
-
 def child(how: str, folder: str) -> dict[str, Any] | None:
     if how == "save":
         return _measure.save_gemma(Path(folder), CONFIG | PRESET)
-    return lora(folder) if how == "lora" else quantize(how, folder)
+    return quantize(how, folder)
 
 
 def main() -> None:
     _measure.in_child(child)
     parser = _measure.arguments(__doc__, runs=3)
     parser.add_argument("--preset", metavar="FOLDER", help="a Gemma2 preset in float32; default: one is written")
-    parser.add_argument("--lora", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.preset
         if folder is None:
             folder = str(Path(temporary) / "gemma")
             _measure.child("save", folder, devices=1)
-        summary, text = report_lora(folder) if options.lora else report_quantize(folder, options.runs)
+        summary, text = report_quantize(folder, options.runs)
     print(json.dumps(summary) if options.json else text)
 
 

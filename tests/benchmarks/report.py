@@ -72,26 +72,20 @@ def run(name: str) -> dict[str, Any]:
     }
 
 
-def loads(results: Results) -> Iterator[tuple[str, str, dict[str, float], dict[str, float], float | None]]:
+def loads(results: Results) -> Iterator[tuple[str, str, dict[str, float], dict[str, float], str]]:
     """What was loaded, its short name, stock's and our seconds and peak, and the seconds of reading alone."""
     found = {name: each["found"] for name, each in results.items()}
-    if "preset" in found:
-        of = found["preset"]
-        yield "a Gemma preset, 267 million parameters in float32", "Gemma, 1.0 GiB", of["stock"], of["ours"], None
-    if "stream" in found and "stock" in found["stream"]["ways"]:
-        of = found["stream"]["ways"]
-        limit = of["limit-preset"]["seconds"] if "limit-preset" in of else None
-        yield "the same with 601 million, in wider layers", "Gemma, 2.2 GiB", of["stock"], of["preset"], limit
-    if "int8" in found:
-        of, nbytes = found["int8"], found["int8"]["nbytes"]
-        stock, ours = ({"seconds": of[how]["seconds"], "peak": of[how]["peak_nbytes"] / nbytes} for how in HOW)
-        yield "the wider one, quantized to int8 (574 MiB) on the way", "… to int8", stock, ours, None
-    if "qwen3_moe" in found:
-        of = found["qwen3_moe"]
-        yield "Qwen3-MoE's names and shapes, 1.1 GiB in bfloat16", "Qwen3-MoE", of["stock"], of["ours"], None
-    if "gpt_oss" in found:
-        of = found["gpt_oss"]
-        yield "GPT-OSS', 4-bit experts, 1.1 GiB in bfloat16", "GPT-OSS", of["stock"], of["ours"], None
+    of, ways, int8 = found["preset"], found["stream"]["ways"], found["int8"]
+    yield "a Gemma preset, 267 million parameters in float32", "Gemma, 1.0 GiB", of["stock"], of["ours"], ""
+    limit = f"{ways['limit-preset']['seconds']:.1f} s"
+    yield "the same with 601 million, in wider layers", "Gemma, 2.2 GiB", ways["stock"], ways["preset"], limit
+    stock, ours = ({"seconds": int8[how]["seconds"], "peak": int8[how]["peak_nbytes"] / int8["nbytes"]} for how in HOW)
+    yield "the wider one, quantized to int8 (574 MiB) on the way", "… to int8", stock, ours, ""
+    for name, what, short in (
+        ("qwen3_moe", "Qwen3-MoE's names and shapes, 1.1 GiB in bfloat16", "Qwen3-MoE"),
+        ("gpt_oss", "GPT-OSS', 4-bit experts, 1.1 GiB in bfloat16", "GPT-OSS"),
+    ):
+        yield what, short, found[name]["stock"], found[name]["ours"], ""
 
 
 HOW = ("stock", "ours")
@@ -115,87 +109,80 @@ def table(head: str, rows: list[list[str]]) -> str:
 
 def where(results: Results, *names: str) -> str:
     """How the figures of these benchmarks are made, and what they were made on."""
-    there = [results[name] for name in names if name in results]
+    there = [results[name] for name in names]
     commands = "\n".join(f"python tests/benchmarks/{each['command']}" for each in there)
     made = sorted({f"{each['machine']}; {each['versions']}; {each['date']}" for each in there})
     return f"```bash\n{commands}\n```\n\n{'. '.join(made)}."
 
 
+def speed(of: dict[str, Any]) -> str:
+    return f"{of['gigabytes_per_second']:.2f} GB/s, {of['peak']:.2f} ×"
+
+
 def page(results: Results) -> str:
-    """All that is generated, as Markdown; a section without results is left out."""
+    """All that is generated, as Markdown."""
     found = {name: each["found"] for name, each in results.items()}
-    parts: list[str] = []
-    if rows := [
+    ways, starts = found["stream"]["ways"], found["cold_start"]
+    layers, of = found["init"]["layers"], found["init"]["nnx"]
+    whole, ours = of["whole_seconds"][0], of["lazymodel_seconds"][0]
+    loaded = [
         [
             what,
             f"{stock['seconds']:.1f} s, {stock['peak']:.2f} ×",
             f"**{ours['seconds']:.1f} s, {ours['peak']:.2f} ×**",
-            f"{limit:.1f} s" if limit else "",
+            limit,
         ]
         for what, _, stock, ours, limit in loads(results)
-    ]:
-        parts += ["## Loading onto 8 devices", "![Seconds and peaks of loading](drawings/measured_loads.svg)"]
-        parts += [table("loaded | KerasHub: seconds, peak | lazymodel | reading alone", rows)]
-        parts += [where(results, "preset", "stream", "int8", "qwen3_moe", "gpt_oss")]
-    if "stream" in found and "first" in found["stream"]["ways"]:
-        of = found["stream"]["ways"]
-        rows = [
-            [label, *(f"{of[way]['gigabytes_per_second']:.2f} GB/s, {of[way]['peak']:.2f} ×" for way in ways)]
-            for label, *ways in (
-                ("lazymodel", "first", "last"), ("Orbax", "orbax", "orbax-last"), ("reading alone", "limit", "limit"),
-            )
-        ]  # fmt: skip
-        parts += ["## Safetensors, 1.1 GiB in three files", "By `stream.py`, as above; the page cache is warm."]
-        parts += [table("by | split on the first axis | on the last", rows)]
-    if "formats" in found:
-        parts += ["## Quantized forms, decoded: 1 GiB of result", "![GB/s by form](drawings/measured_formats.svg)"]
-        parts += [
-            "The first ten are of [folders](quantized.md#what-is-decoded); the others are "
-            "[types of GGUF](quantized.md#gguf), which the package `gguf` decodes in the first column."
+    ]
+    by_axis = [
+        [label, speed(ways[first]), speed(ways[last])]
+        for label, first, last in (
+            ("lazymodel", "first", "last"), ("Orbax", "orbax", "orbax-last"), ("reading alone", "limit", "limit"),
+        )
+    ]  # fmt: skip
+    forms = [
+        [form, speed(of["numpy"]), speed(of["ours"]), f"{of['ours']['cpu']:.1f} s"]
+        for form, of in found["formats"].items()
+    ]
+    cold = [
+        [label, *(f"{starts[f'{place} {way}']['done']:.1f} s" for way in COLOURS)]
+        for place, label in cold_starts(starts).items()
+    ]
+    built = [
+        [
+            each["model"],
+            f"{each['parameters'] / 1e9:,.1f}",
+            f"{each['seconds']:.1f} s",
+            f"{each['peak_nbytes'] / 2**20:.0f} MiB",
         ]
-        rows = [
-            [form]
-            + [f"{of[how]['gigabytes_per_second']:.2f} GB/s, {of[how]['peak']:.2f} ×" for how in ("numpy", "ours")]
-            + [f"{of['ours']['cpu']:.1f} s"]
-            for form, of in found["formats"].items()
-        ]
-        parts += [table("form | plain NumPy: GB/s of result, peak | lazymodel | its CPU seconds", rows)]
-        parts += [where(results, "formats")]
-    if "cold_start" in found:
-        of = found["cold_start"]
-        rows = [
-            [label, *(f"{of[f'{place} {way}']['done']:.1f} s" for way in COLOURS)]
-            for place, label in cold_starts(of).items()
-        ]
-        parts += ["## From the start of the process", "![Seconds by way](drawings/measured_cold_start.svg)"]
-        parts += [table("until, files | KerasHub alone | `lk.from_preset` | with `compile=`", rows)]
-        parts += [
-            "On one device. The link is so slow that reading the files takes as long as compiling: "
-            "[Reduce startup time](cold_start.md).",
-            where(results, "cold_start"),
-        ]
-    if "init" in found or "abstract" in found:
-        parts += ["## Building and compiling"]
-    if "init" in found:
-        of = found["init"]["nnx"]
-        whole, ours = of["whole_seconds"][0], of["lazymodel_seconds"][0]
-        parts += [
-            f"The init of a {found['init']['layers']}-layer NNX decoder: one `jax.jit` {whole:.1f} s; lazymodel "
-            f"**{ours:.1f} s, {of['programs']} programs**."
-        ]
-    if "abstract" in found:
-        rows = [
-            [
-                each["model"],
-                f"{each['parameters'] / 1e9:,.1f}",
-                f"{each['seconds']:.1f} s",
-                f"{each['peak_nbytes'] / 2**20:.0f} MiB",
-            ]
-            for each in found["abstract"]
-        ]
-        parts += [table("built abstractly | billion parameters | seconds | memory", rows)]
-    if "init" in found or "abstract" in found:
-        parts += [where(results, "init", "abstract")]
+        for each in found["abstract"]
+    ]
+    parts = [
+        "## Loading onto 8 devices",
+        "![Seconds and peaks of loading](drawings/measured_loads.svg)",
+        table("loaded | KerasHub: seconds, peak | lazymodel | reading alone", loaded),
+        where(results, "preset", "stream", "int8", "qwen3_moe", "gpt_oss"),
+        "## Safetensors, 1.1 GiB in three files",
+        "By `stream.py`, as above; the page cache is warm.",
+        table("by | split on the first axis | on the last", by_axis),
+        "## Quantized forms, decoded: 1 GiB of result",
+        "![GB/s by form](drawings/measured_formats.svg)",
+        "The first ten are of [folders](quantized.md#what-is-decoded); the others are "
+        "[types of GGUF](quantized.md#gguf), which the package `gguf` decodes in the first column.",
+        table("form | plain NumPy: GB/s of result, peak | lazymodel | its CPU seconds", forms),
+        where(results, "formats"),
+        "## From the start of the process",
+        "![Seconds by way](drawings/measured_cold_start.svg)",
+        table("until, files | KerasHub alone | `lk.from_preset` | with `compile=`", cold),
+        "On one device. The link is so slow that reading the files takes as long as compiling: "
+        "[Reduce startup time](cold_start.md).",
+        where(results, "cold_start"),
+        "## Building and compiling",
+        f"The init of a {layers}-layer NNX decoder: one `jax.jit` {whole:.1f} s; lazymodel "
+        f"**{ours:.1f} s, {of['programs']} programs**.",
+        table("built abstractly | billion parameters | seconds | memory", built),
+        where(results, "init", "abstract"),
+    ]
     return "\n\n".join(parts)
 
 
@@ -223,33 +210,32 @@ def pictures(results: Results) -> None:
         save_svg(figure, file)
         plt.close(figure)
 
-    found = {name: each["found"] for name, each in results.items()}
-    if rows := list(loads(results)):
-        figure, sides = plt.subplots(1, 2, figsize=(8, 0.6 + 0.5 * len(rows)), sharey=True, layout="constrained")
-        labels = [short for _, short, *_ in rows]
-        for axes, what, form in zip(sides, ("seconds", "peak"), (".1f", ".2f"), strict=True):
-            bars(axes, labels, {"stock": [row[2][what] for row in rows], "ours": [row[3][what] for row in rows]}, form)
-        sides[0].invert_yaxis()  # shared, so turned twice
-        sides[0].set_xscale("log")
-        sides[0].set_xlabel("seconds, on a logarithmic scale")
-        sides[1].set_xlabel("peak of private memory / what is loaded")
-        save(figure, "loads", {"stock": "KerasHub", "ours": "lazymodel"})
-    if of := found.get("formats"):
-        figure, axes = plt.subplots(figsize=(8, 0.6 + 0.35 * len(of)), layout="constrained")
-        speeds = {
-            colour: [each[how]["gigabytes_per_second"] for each in of.values()]
-            for colour, how in (("stock", "numpy"), ("ours", "ours"))
-        }
-        bars(axes, list(of), speeds, ".2f")
-        axes.set_xlabel("GB of result a second")
-        save(figure, "formats", {"stock": "plain NumPy, gguf", "ours": "lazymodel"})
-    if of := found.get("cold_start"):
-        places = cold_starts(of)
-        figure, axes = plt.subplots(figsize=(8, 0.7 + 0.6 * len(places)), layout="constrained")
-        seconds = {way: [of[f"{place} {way}"]["done"] for place in places] for way in COLOURS}
-        bars(axes, list(places.values()), seconds, ".1f")
-        axes.set_xlabel("seconds from the start of the process")
-        save(figure, "cold_start", {"stock": "KerasHub", "ours": "lk.from_preset", "compile": "with compile="})
+    rows = list(loads(results))
+    figure, sides = plt.subplots(1, 2, figsize=(8, 0.6 + 0.5 * len(rows)), sharey=True, layout="constrained")
+    labels = [short for _, short, *_ in rows]
+    for axes, what, form in zip(sides, ("seconds", "peak"), (".1f", ".2f"), strict=True):
+        bars(axes, labels, {"stock": [row[2][what] for row in rows], "ours": [row[3][what] for row in rows]}, form)
+    sides[0].invert_yaxis()  # shared, so turned twice
+    sides[0].set_xscale("log")
+    sides[0].set_xlabel("seconds, on a logarithmic scale")
+    sides[1].set_xlabel("peak of private memory / what is loaded")
+    save(figure, "loads", {"stock": "KerasHub", "ours": "lazymodel"})
+    of = results["formats"]["found"]
+    figure, axes = plt.subplots(figsize=(8, 0.6 + 0.35 * len(of)), layout="constrained")
+    speeds = {
+        colour: [each[how]["gigabytes_per_second"] for each in of.values()]
+        for colour, how in (("stock", "numpy"), ("ours", "ours"))
+    }
+    bars(axes, list(of), speeds, ".2f")
+    axes.set_xlabel("GB of result a second")
+    save(figure, "formats", {"stock": "plain NumPy, gguf", "ours": "lazymodel"})
+    of = results["cold_start"]["found"]
+    places = cold_starts(of)
+    figure, axes = plt.subplots(figsize=(8, 0.7 + 0.6 * len(places)), layout="constrained")
+    seconds = {way: [of[f"{place} {way}"]["done"] for place in places] for way in COLOURS}
+    bars(axes, list(places.values()), seconds, ".1f")
+    axes.set_xlabel("seconds from the start of the process")
+    save(figure, "cold_start", {"stock": "KerasHub", "ours": "lk.from_preset", "compile": "with compile="})
 
 
 def written(text: str, results: Results) -> str:

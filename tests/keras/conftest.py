@@ -1,12 +1,16 @@
-"""What the Keras tests share. Private names that tests replace are in here alone."""
+"""What the Keras tests share. Private names that tests replace or count with are in here and in `tests/small.py`."""
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import lazymodel as lm
 from tests.command import Ran
 from tests.command import command as run
 
@@ -41,3 +45,17 @@ def no_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
 def as_one_of_several(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From its call on, checkpoints are looked for as where there are several processes."""
     return lambda: monkeypatch.setattr("lazymodel.checkpoints._open.run_store", lambda: "a store")
+
+
+@pytest.fixture
+def sharded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that a callback saves in buckets are several shards with an index."""
+    save_step = functools.partial(lm.save_step, max_shard_size=6 << 10)
+    monkeypatch.setattr("lazymodel_keras._train.callbacks.save_step", save_step)
+
+
+@pytest.fixture
+def nbytes_read() -> Callable[[], int]:
+    """Bytes of tensors that this process has read from files so far."""
+    counter: Any = importlib.import_module("lazymodel._tensors.byte_reader").BYTES_READ
+    return lambda: counter.count

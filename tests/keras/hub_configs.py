@@ -10,14 +10,12 @@ here once, under their own name. `exported` lists what has to be here; a test co
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import keras_hub
-import numpy as np
 from keras_hub.src.models.stable_diffusion_3.t5_encoder import T5Encoder  # a tower; not exported
 from keras_hub.src.models.vae.vae_backbone import VAEBackbone  # a tower; not exported
 
@@ -37,8 +35,6 @@ _LENGTH = 8  # of token sequences
 _IMAGE = 32  # height and width where a model leaves them open
 _VOCABULARY = 64
 
-Inputs = Callable[[Any], Any]
-
 
 @dataclasses.dataclass(frozen=True)
 class HubModel:
@@ -48,7 +44,6 @@ class HubModel:
         name: Unique in its table: the class's name, with a remark in parentheses for a second configuration.
         cls: The KerasHub class.
         build: Returns an instance with freshly initialized weights.
-        inputs: Takes an instance and returns NumPy inputs for a forward pass, with a batch of 2.
         load: What `from_preset` needs besides the preset.
         build_error: A regex of the error with which stock KerasHub fails to build the model. Empty where it does not.
         load_error: The same for saving it as a preset and loading that again.
@@ -58,43 +53,10 @@ class HubModel:
     name: str
     cls: Any
     build: Callable[[], Any]
-    inputs: Inputs
     load: dict[str, Any] = dataclasses.field(default_factory=dict)
     build_error: str = ""
     load_error: str = ""
     reason: str = ""
-
-
-def open_inputs(model: Any, **given: Callable[[tuple[int, ...]], Any] | tuple[int, ...]) -> Any:
-    """Inputs for what a Functional model declares.
-
-    Args:
-        model: A built Functional model.
-        **given: For an input of this name, either its shape without the batch, or a function of the automatic shape
-            that returns the array.
-    """
-    rng = np.random.default_rng(0)
-
-    def some(tensor: Any) -> np.ndarray:
-        override = given.get(tensor.name)
-        sizes = tensor.shape[1:]
-        if isinstance(override, tuple):
-            sizes = override
-        elif len(sizes) == 3 and sizes[-1] == 3:  # an image
-            sizes = tuple(_IMAGE if size is None else size for size in sizes)
-        shape = (_BATCH, *(_LENGTH if size is None else size for size in sizes))
-        if callable(override):
-            return override(shape)
-        if "mask" in tensor.name:
-            return np.ones(shape, keras.backend.standardize_dtype(tensor.dtype))
-        if keras.backend.is_int_dtype(tensor.dtype):
-            return rng.integers(0, 2 if "segment" in tensor.name else _VOCABULARY - 4, shape).astype("int32")
-        return rng.uniform(size=shape).astype("float32")
-
-    declared = getattr(model, "_model_inputs_dict", None) or model.input
-    if isinstance(declared, dict):
-        return {name: some(tensor) for name, tensor in declared.items()}
-    return keras.tree.map_structure(some, declared)
 
 
 BACKBONES: dict[str, HubModel] = {}
@@ -123,14 +85,13 @@ def _backbone(
     /,
     *,
     remark: str = "",
-    inputs: Inputs = open_inputs,
     fields: dict[str, str] | None = None,
     **own: Any,
 ) -> None:
     """Adds a tiny backbone, if there is such a class; `towers` makes those of its own arguments that are models."""
     if cls is not None:
         name = f"{cls.__name__} ({remark})" if remark else cls.__name__
-        BACKBONES[name] = HubModel(name, cls, lambda: tiny(cls, **own, **towers()), inputs, **fields or {})
+        BACKBONES[name] = HubModel(name, cls, lambda: tiny(cls, **own, **towers()), **fields or {})
 
 
 # Encoders and decoders for text.
@@ -171,9 +132,7 @@ _QWEN3_5 = {
 _backbone(M.Qwen3_5Backbone, **_QWEN3_5, remark="text")
 _backbone(M.Qwen3_5MoeBackbone, **_QWEN3_5, shared_expert_intermediate_size=16)
 _backbone(M.RoformerV2Backbone, head_size=8)
-# Its kernel works on chunks of 16 tokens.
-_CHUNK = functools.partial(open_inputs, token_ids=(16,), padding_mask=(16,))
-_backbone(M.RWKV7Backbone, head_size=8, gate_lora=8, mv_lora=4, aaa_lora=4, decay_lora=4, inputs=_CHUNK)
+_backbone(M.RWKV7Backbone, head_size=8, gate_lora=8, mv_lora=4, aaa_lora=4, decay_lora=4)
 _backbone(
     M.SmolLM3Backbone, attention_bias=False, attention_dropout=0.0, rope_layer_enabled_list=[True, False],
     layer_types=["attention"] * 2, mlp_bias=False, layer_norm_epsilon=1e-5, max_position_embeddings=16,
@@ -312,13 +271,9 @@ _backbone(M.XceptionBackbone, stackwise_conv_filters=[[8, 8], [16, 16]], stackwi
 
 _backbone(
     M.MoonshineBackbone, filter_dim=16, encoder_num_heads=2, decoder_num_heads=2, max_position_embeddings=32,
-    inputs=functools.partial(open_inputs, encoder_input_values=(1024, 1), encoder_padding_mask=(1024,)),
 )  # fmt: skip
-# A convolution with stride 2 halves the encoder's length, which is that of its position embedding.
-_FEATURES = functools.partial(open_inputs, encoder_features=(16, 8))
 _backbone(
     M.WhisperBackbone, num_mels=8, max_encoder_sequence_length=16, max_decoder_sequence_length=_LENGTH,
-    inputs=_FEATURES,
 )  # fmt: skip
 
 # Several modalities.
@@ -370,10 +325,7 @@ def _gemma3_vision() -> dict[str, Any]:
     return {"vision_encoder": encoder}
 
 
-_IMAGE_TOKENS = functools.partial(
-    open_inputs, images=(1, 16, 16, 3), token_ids=(12,), padding_mask=(12,), vision_mask=(12,), vision_indices=(4,)
-)
-_backbone(M.Gemma3Backbone, _gemma3_vision, **_GEMMA3, inputs=_IMAGE_TOKENS)
+_backbone(M.Gemma3Backbone, _gemma3_vision, **_GEMMA3)
 _GEMMA3N = {
     "text_vocab_size": _VOCABULARY, "text_hidden_size": 16, "num_hidden_layers": 2, "pad_token_id": 0,
     "intermediate_size": [32, 32], "hidden_activation": "gelu_approximate",
@@ -394,10 +346,6 @@ _backbone(
         "residual_weight": 0.5, "num_attention_heads": 2, "attention_chunk_size": 4, "num_attention_context_right": 0,
         "num_attention_context_left": 5, "attention_logit_cap": 50.0, "conv_kernel_size": 5, "reduction_factor": 2,
     },
-    inputs=functools.partial(
-        open_inputs, images=(1, _IMAGE, _IMAGE, 3), token_ids=(24,), padding_mask=(24,),
-        input_features=(1, 16, 16), input_features_mask=(1, 16),
-    ),
 )  # fmt: skip
 _GEMMA4 = {
     "sliding_window_size": 4, "layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 8,
@@ -423,12 +371,6 @@ def _gemma4_towers() -> dict[str, Any]:
 
 _backbone(
     M.Gemma4Backbone, _gemma4_towers, **_GEMMA4,
-    inputs=functools.partial(
-        open_inputs, token_ids=(12,), padding_mask=(12,), position_ids=(12,), vision_mask=(12,), audio_mask=(12,),
-        vision_indices=(4,), audio_indices=(4,), pixel_values=(1, 16, 48), pixel_position_ids=lambda _: np.stack(
-            [np.stack(np.meshgrid(np.arange(4), np.arange(4)), -1).reshape(1, 16, 2).astype("int32")] * _BATCH
-        ), audio_mel=(1, 16, 16), audio_mel_mask=(1, 16),
-    ),
 )  # fmt: skip
 _backbone(
     M.PARSeqBackbone,
@@ -470,9 +412,6 @@ def _sam() -> dict[str, Any]:
 _backbone(
     M.SAMBackbone,
     _sam,
-    inputs=functools.partial(
-        open_inputs, points=(1, 2), labels=(1,), boxes=(1, 2, 2), masks=lambda _: np.zeros((_BATCH, 0, 32, 32, 1), "f4")
-    ),
 )
 
 
@@ -495,13 +434,6 @@ def _sam3() -> dict[str, Any]:
 _backbone(
     M.SAM3PromptableConceptBackbone,
     _sam3,
-    inputs=functools.partial(
-        open_inputs,
-        token_ids=(32,),
-        padding_mask=(32,),
-        boxes=lambda _: np.zeros((_BATCH, 1, 5), "f4"),
-        box_labels=lambda _: np.zeros((_BATCH, 1), "i4"),
-    ),
 )
 
 
@@ -527,9 +459,6 @@ _backbone(M.StableDiffusion3Backbone, lambda: _stable_diffusion_3(t5=False), **_
 _backbone(M.StableDiffusion3Backbone, lambda: _stable_diffusion_3(t5=True), **_MMDIT, remark="T5")
 _backbone(
     M.T5Gemma2Backbone, _gemma3_vision, **_T5GEMMA, eoi_token_index=62,
-    inputs=functools.partial(
-        open_inputs, images=(1, 16, 16, 3), encoder_token_ids=(12,), encoder_padding_mask=(12,), vision_indices=(4,)
-    ),
 )  # fmt: skip
 _VIDEO = {"num_frames": 2, "num_spatial_layers": 1, "num_temporal_layers": 1}
 _backbone(M.VideoPrismBackbone, **_VIDEO, num_auxiliary_layers=1, vocabulary_size=_VOCABULARY, num_text_layers=1)
@@ -591,9 +520,7 @@ def _task(cls: Any, **fields: Any) -> None:
     def build() -> keras.Model:
         return cls(backbone=backbone.build(), **arguments)
 
-    TASKS[cls.__name__] = HubModel(
-        cls.__name__, cls, build, backbone.inputs, load={"preprocessor": None, **extras}, **fields
-    )
+    TASKS[cls.__name__] = HubModel(cls.__name__, cls, build, load={"preprocessor": None, **extras}, **fields)
 
 
 # Errors of KerasHub's own.

@@ -21,6 +21,7 @@ from safetensors.numpy import save_file
 
 import lazymodel as lm
 import lazymodel_keras as lk
+from tests.sentence_piece import gemma_vocabulary
 
 _SIZES = {"vocabulary_size": 64, "num_layers": 2, "hidden_dim": 32, "intermediate_dim": 64}
 BERT = {**_SIZES, "num_heads": 4}
@@ -97,6 +98,33 @@ def save_preset(folder: Path, name: str, **save: Any) -> Path:
     return shutil.copytree(preset_of(name, **save), folder, dirs_exist_ok=True)
 
 
+@functools.cache
+def causal_lm(num_layers: int = 2) -> str:
+    """A preset of a Gemma CausalLM with a tokenizer of its own, to be read only."""
+    tokenizer = keras_hub.models.GemmaTokenizer(proto=gemma_vocabulary())
+    backbone = randomize(keras_hub.models.GemmaBackbone(**{**GEMMA, "num_layers": num_layers}))
+    preprocessor = keras_hub.models.GemmaCausalLMPreprocessor(tokenizer, sequence_length=12)
+    folder = str(Path(_presets().name) / f"causal_lm_{num_layers}")
+    keras_hub.models.GemmaCausalLM(backbone, preprocessor).save_to_preset(folder)
+    return folder
+
+
+@keras.saving.register_keras_serializable("tests")
+class Words(keras.layers.Layer):
+    """A layer with a file of its own."""
+
+    words = "a b c"
+
+    def call(self, inputs: Any) -> Any:
+        return inputs
+
+    def save_assets(self, folder: str) -> None:
+        Path(folder, "words.txt").write_text("d e f")
+
+    def load_assets(self, folder: str) -> None:
+        self.words = Path(folder, "words.txt").read_text()
+
+
 def inputs_of(model: Any) -> Any:
     """Some input for a functional backbone."""
     rng = np.random.default_rng(0)
@@ -158,10 +186,13 @@ def distribution(layout: Any) -> Any:
     return keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="batch").scope()
 
 
-def in_block(build: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """What a function returns that is called in a block of `lk.deferred` with these options."""
+def in_block(build: Callable[[], Any], **options: Any) -> Any:
+    """What a function returns that is called in a block of `lk.deferred` with these options.
+
+    It looks up the methods that it calls, which are others inside.
+    """
     with lk.deferred(**options):
-        return build(*arguments)
+        return build()
 
 
 def refused(load: Callable[..., Any], *arguments: Any, **options: Any) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,7 @@ import lazymodel as lm
 import lazymodel_keras as lk
 from tests.compile_events import compile_events
 
-from .models import BACKBONES, bits, randomize
-from .test_hub import causal_lm
+from .models import BACKBONES, bits, causal_lm, randomize
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file .*vocabulary.spm:ResourceWarning")  # KerasHub's
 
@@ -86,17 +84,8 @@ def test_on_a_mesh_without_a_distribution_fit_says_what_it_needs(mesh8: Mesh) ->
 
 
 @pytest.fixture(scope="module")
-def gemma(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return causal_lm(tmp_path_factory.mktemp("presets") / "gemma_lm", num_layers=1)
-
-
-def with_sampler(folder: str, sampler: Any) -> Callable[[], Any]:
-    def make() -> Any:
-        task = keras_hub.models.CausalLM.from_preset(folder)
-        task.compile(sampler=sampler())
-        return task
-
-    return make
+def gemma() -> str:
+    return causal_lm(1)
 
 
 PROMPTS = ["the quick", "fox"]
@@ -104,10 +93,13 @@ PROMPTS = ["the quick", "fox"]
 
 @pytest.mark.parametrize("where", ["mesh", "distribution"])
 def test_the_first_text_compiles_nothing(gemma: str, mesh42: Mesh, where: str) -> None:
-    samplers = keras_hub.samplers
-    sampler = samplers.GreedySampler if where == "mesh" else functools.partial(samplers.TopKSampler, k=5, seed=3)
+    def make() -> Any:
+        task, samplers = keras_hub.models.CausalLM.from_preset(gemma), keras_hub.samplers
+        task.compile(sampler=samplers.GreedySampler() if where == "mesh" else samplers.TopKSampler(k=5, seed=3))
+        return task
+
     with lk.distribution(mesh42, "batch").scope() if where == "distribution" else contextlib.nullcontext():
-        abstract = lm.build_abstract(with_sampler(gemma, sampler)).shard(mesh42, lm.auto())
+        abstract = lm.build_abstract(make).shard(mesh42, lm.auto())
         task = abstract.materialize(compile=lm.Compile("generate", batch=4, sequence=10))
         with nothing_is_compiled():
             texts = [task.generate(PROMPTS * 2, max_length=10) for _ in range(2)]
@@ -202,33 +194,24 @@ def plain() -> keras.Model:
 
 
 def test_functions_of_ones_own_take_the_variables_as_arguments() -> None:
-    def loss(variables: Any, model: Any, x: Any) -> Any:
-        return jax.numpy.mean(model.stateless_call(variables, [], x)[0] ** 2)
+    current: list[Any] = []
 
-    @jax.jit
-    def step(trainable: Any, x: Any) -> Any:
-        return jax.value_and_grad(loss)(trainable, current[0], x)
+    def loss(variables: Any, x: Any) -> Any:
+        return jax.numpy.mean(current[0].stateless_call(variables, [], x)[0] ** 2)
+
+    step, reads = jax.jit(jax.value_and_grad(loss)), jax.jit(lambda x: current[0](x))
 
     def split(model: Any) -> tuple[Any]:
         current[:] = [model]
         return ([variable.value for variable in model.trainable_variables],)
 
-    current: list[Any] = []
     model = lm.build_abstract(plain).materialize(compile=lm.Compile(step, X[:4, :4]).of(split))
     with nothing_is_compiled():
         value, _ = step(*split(model), X[:4, :4])
-    assert value == loss([v.value for v in model.trainable_variables], model, X[:4, :4])
-
-    @jax.jit
-    def reads(x: Any) -> Any:
-        return current[0](x)
-
-    def nothing(model: Any) -> tuple[()]:
-        current[:] = [model]
-        return ()
-
-    with pytest.raises(lm.LazyModelError, match=r"reads variable .*/kernel, which is none of its arguments"):
-        lm.build_abstract(plain).materialize(compile=lm.Compile(reads, X[:4, :4]).of(nothing))
+    assert value == loss([v.value for v in model.trainable_variables], X[:4, :4])
+    compile = lm.Compile(reads, X[:4, :4]).of(lambda model: split(model)[:0])
+    with pytest.raises(lm.LazyModelError, match=r"/kernel, which is none of its arguments"):
+        lm.build_abstract(plain).materialize(compile=compile)
 
 
 @pytest.mark.parametrize(

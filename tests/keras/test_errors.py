@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import h5py
 import keras
@@ -19,18 +19,13 @@ from safetensors.numpy import load_file, save_file
 import lazymodel as lm
 import lazymodel_keras as lk
 
-from .models import BACKBONES, save_hugging_face, save_preset
+from .models import BACKBONES, preset_of, refused, save_hugging_face, save_preset
 
 pytestmark = pytest.mark.filterwarnings("ignore:Skipping nested container")  # Keras', before it raises
 
 BERT = BACKBONES["bert"][0]
 LLAMA3 = BACKBONES["llama3"][0]
 LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 123456\n"
-
-
-@pytest.fixture
-def preset(tmp_path: Path) -> Path:
-    return save_preset(tmp_path / "bert", "bert")
 
 
 @pytest.fixture(autouse=True)
@@ -42,23 +37,17 @@ def keras_is_left_alone():
     assert "assign" not in vars(variable)
 
 
-def test_names_of_no_preset(tmp_path: Path) -> None:
+def test_names_of_no_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, found in (
         (f"{tmp_path}/nowhere", "nowhere does not exist"),
-        ("bert_bas_en", "'bert_bas_en' is neither .*closest: 'bert_base_en'"),
+        ("bert_bas_en", "closest: 'bert_base_en'"),
         ("google/gemma-2-2b", "'hf://google/gemma-2-2b'"),
     ):
-        with pytest.raises(lm.CheckpointError, match=found):
-            lk.from_preset(BERT, name)
-
-
-def test_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def from_preset(*_: object) -> None:
-        raise OSError("failed to resolve")
-
-    monkeypatch.setattr(BERT, "from_preset", from_preset)
-    with pytest.raises(lm.CheckpointError, match="failed to resolve; if the hub cannot be reached .* pass its folder"):
-        lk.from_preset(BERT, "bert_base_en")
+        assert found in refused(lk.from_preset, BERT, name)
+    # And a hub that does not answer.
+    monkeypatch.setattr(BERT, "from_preset", mock.Mock(side_effect=OSError("failed to resolve")))
+    message = refused(lk.from_preset, BERT, "bert_base_en")
+    assert "failed to resolve" in message and "pass its folder" in message
 
 
 def changed_h5(change: Callable[[h5py.File], Any]) -> Callable[[Path], None]:
@@ -146,39 +135,33 @@ def test_a_damaged_folder(kind: str, case: str, tmp_path: Path) -> None:
     else:
         cls, folder = LLAMA3, save_hugging_face(tmp_path / "llama3", "llama3", shards=2)
     damage(folder)
-    with pytest.raises(lm.CheckpointError) as caught:
-        lk.from_preset(cls, str(folder))
-    for pattern in found:
-        assert pattern in str(caught.value)
+    message = refused(lk.from_preset, cls, str(folder))
+    assert all(part in message for part in found), message
 
 
 @pytest.mark.parametrize(
     ("rules", "found"),
     [
-        ({"pooled_dense/kernel": P("tensor"), ".*": P()}, r"pooled_dense/kernel.*no axis 'tensor'; .* 'model' \(8\)"),
-        ({"segment.*": P("model"), ".*": P()}, "segment_embedding/embeddings.*size 2 does not divide into 8"),
+        ({"pooled_dense/kernel": P("tensor"), ".*": P()}, r"pooled_dense/kernel.*'tensor'.*'model' \(8\)"),
+        ({"segment.*": P("model"), ".*": P()}, "segment_embedding/embeddings.*size 2 .* 8"),
         (None, "mesh was given without rules"),
     ],
 )
-def test_rules_that_do_not_fit(rules: Any, found: str, preset: Path, mesh8: Mesh) -> None:
+def test_rules_that_do_not_fit(rules: Any, found: str, mesh8: Mesh) -> None:
     with pytest.raises(lm.ShardingError, match=found):
-        lk.from_preset(BERT, str(preset), mesh=mesh8, rules=rules)
+        lk.from_preset(BERT, preset_of("bert"), mesh=mesh8, rules=rules)
 
 
-def test_plan_that_does_not_fit(preset: Path, mesh8: Mesh) -> None:
-    abstract = lk.abstract_from_preset(BERT, str(preset)).shard(mesh8, {".*": P()})
-    with pytest.raises(
-        lm.DoesNotFitError, match=r"needs .* a device has 10\.00 KiB.*position_embedding/embeddings 64\.00 KiB"
-    ):
+def test_plan_that_does_not_fit(mesh8: Mesh) -> None:
+    abstract = lk.abstract_from_preset(BERT, preset_of("bert")).shard(mesh8, {".*": P()})
+    with pytest.raises(lm.DoesNotFitError, match=r"10\.00 KiB.*position_embedding/embeddings 64\.00 KiB"):
         abstract.plan(device_memory="10KiB").check()
 
 
-def test_a_failed_load_leaves_nothing_half_written(preset: Path) -> None:
+def test_a_failed_load_leaves_nothing_half_written(tmp_path: Path) -> None:
     """The file breaks after the model was built: no model comes out, and the next load works."""
+    preset = save_preset(tmp_path / "bert", "bert")
     abstract = lk.abstract_from_preset(BERT, str(preset))
-    good = preset.with_name("good")
-    shutil.copytree(preset, good)
     (preset / "model.weights.h5").write_bytes(b"")
-    with pytest.raises(lm.CheckpointError, match="model.weights.h5"):
-        abstract.materialize()
-    assert lk.from_preset(BERT, str(good)).weights[0]._value is not None
+    assert "model.weights.h5" in refused(abstract.materialize)
+    assert lk.from_preset(BERT, preset_of("bert")).weights[0]._value is not None

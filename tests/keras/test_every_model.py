@@ -25,6 +25,7 @@ import lazymodel_keras as lk
 from .hub_configs import BACKBONES, TASKS, HubModel, exported
 from .models import assert_same, bits, randomize, seeded
 from .support_table import PAGE, row
+from .test_auto_hub import SHAPES, SOME, check_specs
 from .versions import mostly_large, needs_saved_tasks
 
 # KerasHub's own layers cause these; none of them concerns how variables are made.
@@ -34,7 +35,7 @@ pytestmark = [
 ]
 
 # Plain layers, buffers assigned while building, states of random generators, experts, and a task with its metrics.
-_BUILT = ("Gemma3Backbone", "DINOV2Backbone", "Qwen3MoeBackbone", "BertMaskedLM", "WhisperBackbone")
+_BUILT = (*SOME, "Gemma3Backbone", "DINOV2Backbone", "Qwen3MoeBackbone", "BertMaskedLM", "WhisperBackbone")
 # Materializing compiles a program for every shape, which is what takes time here.
 _VALUES = ("DINOV2Backbone",)
 _LOADED = ("Gemma3Backbone", "BertMaskedLM", "WhisperBackbone")
@@ -62,6 +63,9 @@ def test_builds_abstractly(name: str) -> None:
     assert all(variable._value is None for variable in variables), "a variable has a value already"
     nbytes = sum(array.nbytes for array in jax.live_arrays()) - live
     assert nbytes < abstract.nbytes / 2  # tables and scalars that models keep
+    if name in BACKBONES:
+        for shape in SHAPES:
+            check_specs(abstract, shape)
 
 
 @pytest.mark.parametrize("name", mostly_large(_MODELS, _VALUES))

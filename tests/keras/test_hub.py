@@ -23,13 +23,18 @@ from jax.sharding import PartitionSpec as P
 import lazymodel as lm
 import lazymodel_keras as lk
 from tests.conftest import ROOT, child_environment
-from tests.sentence_piece import gemma_vocabulary
 
 from .models import (
     BACKBONES,
     assert_same,
     assert_same_in_distribution,
     bits,
+    causal_lm,
+    device_mesh,
+    distribution,
+    first_that_divides,
+    layouts,
+    preset_of,
     randomize,
     save_hugging_face,
     save_preset,
@@ -40,15 +45,8 @@ from .versions import needs_keras_hub
 BENCHMARK = ROOT / "tests" / "benchmarks" / "load_preset.py"
 
 
-# Every large axis of these small models divides by 8 somewhere.
-def first_that_divides(variable: lm.AbstractVariable) -> P:
-    """Rules for any model: the last axis that 8 divides."""
-    for axis in reversed(range(len(variable.shape))):
-        if variable.shape[axis] % 8 == 0:
-            return P(*([None] * axis), "model")
-    return P()
-
-
+BERT, (GEMMA, CONFIG) = BACKBONES["bert"][0], BACKBONES["gemma"]
+Backbone, GemmaCausalLM = keras_hub.models.Backbone, keras_hub.models.GemmaCausalLM
 BF16 = ml_dtypes.bfloat16
 # Which model, how its folder is written, and what `from_preset` takes besides.
 SOURCES: list[tuple[str, Callable[..., Path], dict[str, Any], dict[str, Any]]] = [
@@ -86,21 +84,79 @@ def test_a_folder(number: int, tmp_path: Path, mesh8: Mesh) -> None:
     assert len(split) > len(sharded.weights) / 2
 
 
-def test_active_distribution_is_used_and_kept(tmp_path: Path) -> None:
-    folder = str(save_preset(tmp_path / "gemma", "gemma"))
-    cls, _ = BACKBONES["gemma"]
-    assert_same_in_distribution(cls, folder)
+def mixed_map() -> Any:
+    policies = keras.dtype_policies.DTypePolicyMap(default_policy="float32")
+    policies["token_embedding"] = "bfloat16"
+    policies["decoder_block_0/attention/.*"] = "mixed_bfloat16"
+    policies["decoder_block_1/ffw_.*"] = "float16"
+    return policies
 
 
-def test_mesh_and_rules_override_an_active_distribution(tmp_path: Path, mesh42: Mesh) -> None:
-    folder = str(save_preset(tmp_path / "bert", "bert"))
+@pytest.mark.parametrize(
+    ("cls", "dtype", "everywhere"),
+    [(Backbone, mixed_map, None), (Backbone, None, "mixed_bfloat16"), (GemmaCausalLM, mixed_map, None)],
+)
+def test_in_another_dtype(cls: Any, dtype: Any, everywhere: str | None, mesh8: Mesh) -> None:
+    def options() -> dict[str, Any]:
+        return ({} if cls is Backbone else {"preprocessor": None}) | ({"dtype": dtype()} if dtype else {})
+
+    before, preset = keras.config.dtype_policy(), preset_of("gemma")
+    keras.config.set_dtype_policy(everywhere or before)
+    try:
+        stock = cls.from_preset(preset, **options())
+        ours = lk.from_preset(cls, preset, mesh=mesh8, rules=lm.auto(), **options())
+    finally:
+        keras.config.set_dtype_policy(before)
+    assert_same(stock, ours, outputs=False)
+    for one, other in zip(stock._flatten_layers(), ours._flatten_layers(), strict=True):
+        assert (one.variable_dtype, one.compute_dtype) == (other.variable_dtype, other.compute_dtype), one.path
+    assert everywhere is None or ours.compute_dtype == "bfloat16"
+
+
+def test_active_distribution_is_used_and_kept_unless_rules_are_given(mesh42: Mesh) -> None:
+    assert_same_in_distribution(GEMMA, preset_of("gemma"))
     with keras.distribution.DataParallel().scope():
-        ours = lk.from_preset(
-            BACKBONES["bert"][0], folder, mesh=mesh42, rules={".*embeddings": P(None, "batch"), ".*": P()}
-        )
+        rules = {".*embeddings": P(None, "batch"), ".*": P()}
+        ours = lk.from_preset(BERT, preset_of("bert"), mesh=mesh42, rules=rules)
         assert ours.token_embedding.embeddings.value.sharding.spec == P(None, "batch")
-        replicated = lk.from_preset(BACKBONES["bert"][0], folder)
+        replicated = lk.from_preset(BERT, preset_of("bert"))
     assert all(len(v.value.sharding.device_set) == 8 for v in replicated.weights)
+
+
+def test_layout_maps_as_rules() -> None:
+    mesh = device_mesh(1, 8)
+    published, abstract = GEMMA.get_layout_map(mesh), lm.build_abstract(GEMMA, **CONFIG)
+    sharded = abstract.shard(mesh, published)
+    for path, variable in sharded.items():
+        assert tuple(variable.spec) == tuple(P(*published[path].axes) if published[path] is not None else P()), path
+    model = lk.from_preset(GEMMA, preset_of("gemma"), mesh=mesh, rules=published)
+    assert model.token_embedding.embeddings.value.sharding == sharded["token_embedding/embeddings"].sharding
+    with pytest.warns(lm.LazyModelWarning, match="rule '.*/no_such_kernel' matches no variable"):
+        abstract.shard(mesh, layouts(mesh, **{".*/no_such_kernel": ("model", None)}))
+    twice = layouts(mesh, **{".*embeddings": ("model", None), "token_embedding/.*": (None, "model")})
+    with pytest.raises(lm.ShardingError, match=r"'token_embedding/embeddings' .*more than one key"):
+        abstract.shard(mesh, twice)
+    with distribution(published), pytest.raises(lm.ShardingError, match=r"key/kernel.*size 1 .* 8"):
+        lm.build_abstract(GEMMA, **{**CONFIG, "num_key_value_heads": 1})
+
+
+def test_what_an_active_distribution_replicates_is_named() -> None:
+    def build() -> keras.Model:
+        dense = keras.layers.Dense(1024, name="dense"), keras.layers.Dense(512, name="head")
+        return keras.Sequential([keras.layers.Input((512,)), *dense])
+
+    scope = distribution(layouts(device_mesh(1, 8), **{".*dense/kernel": (None, "model")}))
+    with scope, pytest.warns(lm.LazyModelWarning, match=r"1 variables.*head/kernel \(1024, 512\)"):
+        model = lm.build_abstract(build).materialize()
+    assert model.weights[0].value.sharding.spec == P(None, "model")
+    assert model.weights[2].value.is_fully_replicated
+
+
+def test_a_mesh_of_fewer_devices() -> None:
+    mesh = Mesh(np.array(jax.devices()[:2]), ("model",))
+    model = lk.from_preset(GEMMA, preset_of("gemma"), mesh=mesh, rules={".*embeddings": P("model"), ".*": P()})
+    assert all(len(v.value.sharding.device_set) == 2 for v in model.weights)
+    assert model.token_embedding.embeddings.value.sharding.spec == P("model")
 
 
 @needs_keras_hub("0.30", "BERT checkpoints whose tensors have no prefix 'bert.'")
@@ -118,18 +174,9 @@ def test_text_classifier_with_tokenizer_and_a_new_head(minilm: str, mesh8: Mesh)
         np.testing.assert_array_equal(*(np.asarray(tensor) for _, tensor in (found, expected)))
 
 
-def causal_lm(folder: Path, **changes: Any) -> str:
-    """A Gemma CausalLM preset with a word-piece-like tokenizer of its own."""
-    tokenizer = keras_hub.models.GemmaTokenizer(proto=gemma_vocabulary())
-    backbone = randomize(keras_hub.models.GemmaBackbone(**{**BACKBONES["gemma"][1], **changes}))
-    preprocessor = keras_hub.models.GemmaCausalLMPreprocessor(tokenizer, sequence_length=12)
-    keras_hub.models.GemmaCausalLM(backbone, preprocessor).save_to_preset(str(folder))
-    return str(folder)
-
-
 @pytest.mark.filterwarnings("ignore:unclosed file .*vocabulary.spm:ResourceWarning")  # KerasHub leaves it open
-def test_causal_lm_generates_the_same(tmp_path: Path, mesh8: Mesh) -> None:
-    folder = causal_lm(tmp_path / "gemma_lm")
+def test_causal_lm_generates_the_same(mesh8: Mesh) -> None:
+    folder = causal_lm()
     cls = keras_hub.models.CausalLM
     stock = seeded(lambda: cls.from_preset(folder))
     stock.compile(sampler="greedy")
@@ -142,21 +189,11 @@ def test_causal_lm_generates_the_same(tmp_path: Path, mesh8: Mesh) -> None:
     assert int(ours.optimizer.iterations.value) == 0
 
 
-@pytest.mark.parametrize("save", [save_preset, save_hugging_face])
-def test_a_table_has_a_row_for_all_layers(save: Callable[..., Path], tmp_path: Path) -> None:
-    abstract = lk.abstract_from_preset(keras_hub.models.Backbone, str(save(tmp_path / "llama3", "llama3")))
-    layers = [path for path in abstract if "layer_" in path]
-    counts = [row[1] for row in abstract.table().rows if "layer_" in row[0]]
-    assert counts == ["2"] * (len(layers) // 2) != []
-
-
-def test_a_report_on_a_preset(tmp_path: Path, mesh8: Mesh) -> None:
-    cls, _ = BACKBONES["bert"]
-    folder = save_preset(tmp_path / "bert", "bert")
+def test_a_report_on_a_preset(mesh8: Mesh) -> None:
     reports: list[lm.LoadReport] = []
-    model = lk.from_preset(cls, str(folder), mesh=mesh8, rules=first_that_divides, report=reports.append)
+    model = lk.from_preset(BERT, preset_of("bert"), mesh=mesh8, rules=first_that_divides, report=reports.append)
     (report,) = reports
-    file = folder / "model.weights.h5"
+    file = Path(preset_of("bert"), "model.weights.h5")
     assert report.name == model.name
     assert {row.path for row in report.loaded} == {weight.path for weight in model.weights}
     assert report.files == {str(file): file.stat().st_size}
@@ -192,26 +229,24 @@ def test_the_result_is_an_ordinary_model(tmp_path: Path, mesh8: Mesh) -> None:
     assert kernel.value.sharding.is_equivalent_to(sharding, 2)
 
 
-def test_no_full_garbage_collection_holds_up_a_load(tmp_path: Path) -> None:
+def test_no_full_garbage_collection_holds_up_a_load() -> None:
     before, during = gc.get_threshold(), set[tuple[int, int, int]]()
-    cls, _ = BACKBONES["gemma"]
-    folder = str(save_preset(tmp_path / "gemma", "gemma"))
 
     def stop(*_: Any) -> None:
         during.add(gc.get_threshold())
         raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        lk.from_preset(cls, folder, progress=stop)
+        lk.from_preset(GEMMA, preset_of("gemma"), progress=stop)
     assert {old for *_, old in during} == {1 << 20}
     assert {tuple(young) for *young, _ in during} == {before[:2]}
     assert gc.get_threshold() == before
 
 
-def test_one_descriptor_serves_a_whole_file(tmp_path: Path) -> None:
-    folder = str(save_preset(tmp_path / "gemma", "gemma"))
+def test_one_descriptor_serves_a_whole_file() -> None:
+    folder = preset_of("gemma")
     before = len(os.listdir("/proc/self/fd"))
-    abstract = lk.abstract_from_preset(BACKBONES["gemma"][0], folder)
+    abstract = lk.abstract_from_preset(GEMMA, folder)
     assert len(abstract.sources) > 20
     model = abstract.materialize()
     assert len(os.listdir("/proc/self/fd")) <= before + 2  # the stream's, and the HDF5 library's
@@ -219,20 +254,17 @@ def test_one_descriptor_serves_a_whole_file(tmp_path: Path) -> None:
 
 
 def test_no_device_holds_more_than_its_shard_and_nothing_is_drawn_in_vain(
-    tmp_path: Path, mesh8: Mesh, monkeypatch: pytest.MonkeyPatch
+    mesh8: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Watches every array that is made while loading, and every random draw."""
-    folder = str(save_preset(tmp_path / "gemma", "gemma"))
-    cls, _ = BACKBONES["gemma"]
+    folder = preset_of("gemma")
     largest: dict[jax.Device, int] = {}
     before = {id(array): array for array in jax.live_arrays()}  # kept, so that no id is used again
 
     def watch(*_: Any) -> None:
-        for array in jax.live_arrays():
-            if id(array) in before:
-                continue
-            for shard in array.addressable_shards:
-                largest[shard.device] = max(largest.get(shard.device, 0), shard.data.nbytes)
+        arrays = (array for array in jax.live_arrays() if id(array) not in before)
+        for shard in (shard for array in arrays for shard in array.addressable_shards):
+            largest[shard.device] = max(largest.get(shard.device, 0), shard.data.nbytes)
 
     draws: list[Any] = []
     for name in ("normal", "uniform", "truncated_normal"):
@@ -241,7 +273,7 @@ def test_no_device_holds_more_than_its_shard_and_nothing_is_drawn_in_vain(
             jax.random, name, lambda *a, _original=original, **k: (draws.append(a), _original(*a, **k))[1]
         )
 
-    abstract = lk.abstract_from_preset(cls, folder).shard(mesh8, first_that_divides)
+    abstract = lk.abstract_from_preset(GEMMA, folder).shard(mesh8, first_that_divides)
     watch()
     assert max(largest.values(), default=0) <= 8, "an abstract model holds no arrays, but for scalars of KerasHub's"
     model = abstract.materialize(progress=watch)
@@ -250,22 +282,6 @@ def test_no_device_holds_more_than_its_shard_and_nothing_is_drawn_in_vain(
     assert largest
     assert max(largest.values()) == max(v.shard_nbytes for v in abstract.values())
     assert draws == []
-
-
-@pytest.mark.large
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("max_shard_size", [None, 0.3], ids=["one_file", "shards"])  # GB
-def test_gemma_of_267_million_parameters(
-    max_shard_size: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(BENCHMARK.parent)
-    from load_preset import CONFIG
-
-    cls = keras_hub.models.GemmaBackbone
-    folder = str(tmp_path / "gemma")
-    randomize(cls(**CONFIG)).save_to_preset(folder, max_shard_size=max_shard_size)
-    assert len(list(Path(folder).glob("*.weights.h5"))) == (1 if max_shard_size is None else 4)
-    assert_same_in_distribution(cls, folder)
 
 
 @pytest.mark.large

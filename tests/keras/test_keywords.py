@@ -15,15 +15,15 @@ from jax.sharding import PartitionSpec as P
 import lazymodel as lm
 import lazymodel_keras as lk
 
-from .models import BACKBONES, GEMMA, assert_same, save_preset, seeded
+from .models import BACKBONES, GEMMA, assert_same, in_block, preset_of, seeded
 
 GEMMA_BACKBONE = BACKBONES["gemma"][0]
 TYPOS = {"mseh": "mesh", "maxhostmemory": "max_host_memory", "Rules": "rules", "quantise": "quantize"}
 
 
 @pytest.fixture(scope="module")
-def preset(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_preset(tmp_path_factory.mktemp("preset") / "gemma", "gemma"))
+def preset() -> str:
+    return preset_of("gemma")
 
 
 STEPS = {"quantize": ".quantize('int8')", "quantize_filters": ".quantize('int8')"}
@@ -44,16 +44,16 @@ def test_a_typo_is_an_error_with_the_nearest_name_and_what_changes_the_model_is_
             lm.build_abstract(GEMMA_BACKBONE.from_preset, preset, **{name: 8})
 
 
+def first() -> keras.Model:
+    return keras.Sequential([keras.layers.Input((8,)), keras.layers.Dense(16, name="first")])
+
+
 def test_options_of_materialize(tmp_path: Path) -> None:
-    model = keras.Sequential([keras.layers.Input((8,)), keras.layers.Dense(16, name="first")])
-    text = "takes no argument 'max_host_memry'.*closest: 'max_host_memory'"
     wrong: Any = {"max_host_memry": "1GiB"}
-    with pytest.raises(lm.LazyModelError, match=f"restore {text}"):
-        lk.restore(model, tmp_path, **wrong)
-    with pytest.raises(lm.LazyModelError, match=f"load_model {text}"):
-        lk.load_model(tmp_path, **wrong)
-    with pytest.raises(lm.LazyModelError, match=f"deferred {text}"), lk.deferred(**wrong):
-        pass
+    ways = {"restore": lambda: lk.restore(first(), tmp_path, **wrong), "deferred": lambda: in_block(first, **wrong)}
+    for name, way in (ways | {"load_model": lambda: lk.load_model(tmp_path, **wrong)}).items():
+        with pytest.raises(lm.LazyModelError, match=f"{name} .*'max_host_memry'.*closest: 'max_host_memory'"):
+            way()
 
 
 def test_base_classes_are_judged_by_what_the_preset_makes(preset: str) -> None:
@@ -78,13 +78,12 @@ def test_what_kerashub_takes_arrives(preset: str) -> None:
 
 def test_an_orbax_checkpoint_is_loaded_whole(tmp_path: Path) -> None:
     (tmp_path / "0" / "pytree").mkdir(parents=True)
-    with lk.deferred(), pytest.raises(lm.LazyModelError, match="no argument 'objects_to_skip' for an Orbax"):
-        keras.Sequential([keras.layers.Input((8,))]).load_weights(tmp_path, objects_to_skip=[])
+    with pytest.raises(lm.LazyModelError, match="'objects_to_skip' for an Orbax"):
+        in_block(lambda: first().load_weights(tmp_path, objects_to_skip=[]))
 
 
-def test_a_task_with_a_head_of_its_own(tmp_path: Path) -> None:
-    folder = str(save_preset(tmp_path / "vit", "vit"))
-    cls = keras_hub.models.ImageClassifier
+def test_a_task_with_a_head_of_its_own() -> None:
+    folder, cls = preset_of("vit"), keras_hub.models.ImageClassifier
     given: dict[str, Any] = {"num_classes": 3, "preprocessor": None}
     assert lk.from_preset(cls, folder, **given, pooling="gap", head_dtype="float32").num_classes == 3
     resized = lk.abstract_from_preset(cls, folder, load_weights=False, image_shape=(32, 32, 3), **given)
@@ -104,11 +103,12 @@ def test_every_key_of_a_configuration_is_taken_and_nothing_else(name: str) -> No
 
 def test_names_that_are_looked_for_in_kwargs() -> None:
     """EfficientNet takes two of its former names out of its `**kwargs`."""
+    config = {
+        "stackwise_kernel_sizes": [3], "stackwise_num_repeats": [1], "input_shape": (16, 16, 3),
+        "stackwise_input_filters": [8], "stackwise_output_filters": [8], "stackwise_expansion_ratios": [1],
+        "stackwise_strides": [1], "stackwise_squeeze_and_excite_ratios": [0.25], "stackwise_block_types": ["v1"],
+    }  # fmt: skip
     cls = keras_hub.models.EfficientNetBackbone
-    kernels, filters = {"stackwise_kernel_sizes": [3], "stackwise_num_repeats": [1]}, {"input_shape": (16, 16, 3)}
-    filters |= {f"stackwise_{name}_filters": [8] for name in ("input", "output")}
-    config: dict[str, Any] = {"stackwise_expansion_ratios": [1], "stackwise_strides": [1], **kernels, **filters}
-    config |= {"stackwise_squeeze_and_excite_ratios": [0.25], "stackwise_block_types": ["v1"]}
     lm.build_abstract(cls, **config, depth_coefficient=1.0, width_coefficient=1.0)
 
 
@@ -117,21 +117,19 @@ def test_constructors_and_methods_that_are_built_abstractly(preset: str) -> None
         lm.build_abstract(GEMMA_BACKBONE, **GEMMA, num_layer=3)
     with pytest.raises(lm.LazyModelError, match=r"takes no argument 'mesh'.*argument of lazymodel_keras.from_preset"):
         lm.build_abstract(GEMMA_BACKBONE.from_preset, preset, mesh=3)
-    with lk.deferred(), pytest.raises(lm.LazyModelError, match=r"no argument 'mesh'.*lazymodel_keras.deferred"):
-        GEMMA_BACKBONE.from_preset(preset, mesh=3)
-    with lk.deferred(), pytest.raises(lm.LazyModelError, match="no argument 'num_layer'"):
-        GEMMA_BACKBONE.from_preset(preset, num_layer=3)
-
-
-class Mine(GEMMA_BACKBONE):
-    """A class of a user's, which does with its keyword arguments what nobody can know."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.found = kwargs.pop(f"rules_{'file'}", None)
-        super().__init__(*args, **kwargs)
+    for name, found in (("mesh", ".*lazymodel_keras.deferred"), ("num_layer", "")):
+        with pytest.raises(lm.LazyModelError, match=f"no argument '{name}'{found}"):
+            in_block(lambda name=name: GEMMA_BACKBONE.from_preset(preset, **{name: 3}))
 
 
 def test_what_a_class_of_a_users_does_with_its_arguments() -> None:
+    """Nobody can know."""
+
+    class Mine(GEMMA_BACKBONE):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.found = kwargs.pop(f"rules_{'file'}", None)
+            super().__init__(*args, **kwargs)
+
     assert lm.build_abstract(Mine, **GEMMA, rules_file="x").framework.result.found == "x"
     lm.build_abstract(Mine, **GEMMA, anything=3)
 
@@ -164,8 +162,7 @@ def test_repair_and_large(preset: str, mesh8: Mesh) -> None:
         abstract = seeded(lambda: lk.abstract_from_preset(GEMMA_BACKBONE, preset)).shard(mesh8, rules, **options)
         ours = abstract.materialize()
         assert_same(stock, ours, outputs=False)
-        with lk.deferred(mesh=mesh8, rules=rules, **options):
-            deferred = GEMMA_BACKBONE.from_preset(preset)
+        deferred = in_block(lambda: GEMMA_BACKBONE.from_preset(preset), mesh=mesh8, rules=rules, **options)
         for path, variable in zip(abstract, ours.weights, strict=True):
             assert variable.value.sharding == abstract[path].sharding
         for one, other in zip(ours.weights, deferred.weights, strict=True):
@@ -176,7 +173,7 @@ def test_repair_and_large(preset: str, mesh8: Mesh) -> None:
 
 
 def test_load_model_takes_rules_as_from_preset_does(tmp_path: Path, mesh8: Mesh) -> None:
-    model = keras.Sequential([keras.layers.Input((8,)), keras.layers.Dense(16, name="first")])
+    model = first()
     model.save(path := tmp_path / "model.keras")
     for rules, found in (
         ({".*first/kernel": None, ".*/second/kernel": None}, r"'\.\*/second/kernel'"),
@@ -185,5 +182,5 @@ def test_load_model_takes_rules_as_from_preset_does(tmp_path: Path, mesh8: Mesh)
         with pytest.raises(lm.ShardingError, match=found):
             lk.load_model(path, mesh=mesh8, rules=rules)
     assert_same(model, lk.load_model(path, mesh=mesh8, rules={".*first/kernel": P("nothing")}, repair=True, large=1))
-    with pytest.raises(lm.ShardingError, match="repair was given without mesh"), lk.deferred(repair=True):
-        pass
+    with pytest.raises(lm.ShardingError, match="repair was given without mesh"):
+        in_block(first, repair=True)

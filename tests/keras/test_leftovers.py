@@ -23,7 +23,19 @@ from safetensors.numpy import load_file, save_file
 import lazymodel as lm
 import lazymodel_keras as lk
 
-from .models import BACKBONES, assert_same, bits, save_hugging_face, save_preset, seeded, write_safetensors_folder
+from .models import (
+    BACKBONES,
+    assert_same,
+    bits,
+    in_block,
+    save_hugging_face,
+    save_preset,
+    seeded,
+    write_safetensors_folder,
+)
+from .models import (
+    refused as refused_load,
+)
 
 LLAMA3 = BACKBONES["llama3"][0]
 Tensors = dict[str, np.ndarray]
@@ -41,9 +53,7 @@ def rewritten(
 
 
 def refused(folder: str, **given: Any) -> str:
-    with pytest.raises(lm.CheckpointError) as caught:
-        (lk.abstract_from_preset if "cast" in given else lk.from_preset)(LLAMA3, folder, **given)
-    return str(caught.value)
+    return refused_load(lk.abstract_from_preset if "cast" in given else lk.from_preset, LLAMA3, folder, **given)
 
 
 def assert_as_stock(folder: str, **given: Any) -> None:
@@ -54,11 +64,9 @@ def assert_as_stock(folder: str, **given: Any) -> None:
 # Tensors that nothing asked for ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-def test_a_configuration_with_more_layers(shards: int, tmp_path: Path) -> None:
-    text = refused(rewritten(tmp_path, shards=shards, num_hidden_layers=4))
-    assert "model.layers.2." in text
-    assert "number 2 on: it has those of 0 to 1" in text
+def test_a_configuration_with_more_layers(tmp_path: Path) -> None:
+    text = refused(rewritten(tmp_path, shards=2, num_hidden_layers=4))
+    assert "model.layers.2." in text and "0 to 1" in text
 
 
 @pytest.mark.parametrize("shards", [1, 30])
@@ -67,7 +75,8 @@ def test_a_configuration_with_fewer_layers(shards: int, tmp_path: Path) -> None:
     folder = rewritten(tmp_path, shards=shards, num_hidden_layers=1)
     up = "model.layers.1.mlp.up_proj.weight"
     holds = f"{folder} holds 9 tensors .* model.layers.1."
-    loads: list[Callable[..., Any]] = [lk.from_preset, lk.abstract_from_preset, within_deferred]
+    loads: list[Callable[..., Any]] = [lk.from_preset, lk.abstract_from_preset]
+    loads += [lambda cls, folder, **options: in_block(lambda: cls.from_preset(folder), **options)]
     for load in loads:
         with pytest.raises(lm.CheckpointError, match=f"{holds}.*config.json.*strict=False"):
             load(LLAMA3, folder)
@@ -89,11 +98,6 @@ def test_a_configuration_with_fewer_layers(shards: int, tmp_path: Path) -> None:
         with pytest.warns(lm.LazyModelWarning, match=holds):
             abstract = lk.abstract_from_preset(LLAMA3, folder, strict=False)
         assert [tensor.name for tensor in abstract.unused if tensor.nbytes is None] == lost == [up]
-
-
-def within_deferred(cls: Any, folder: str, **options: Any) -> Any:
-    with lk.deferred(**options):
-        return cls.from_preset(folder)
 
 
 def test_a_projection_of_its_own_where_the_model_ties_it(tmp_path: Path) -> None:
@@ -198,8 +202,7 @@ def test_what_converters_leave_out_on_purpose(kind: str, tmp_path: Path) -> None
 # Quantized folders ----------------------------------------------------------------------------------------------------
 
 METHODS = {
-    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},  # these two are known, and no weight is stored so
-    "bitsandbytes": {"load_in_8bit": True, "load_in_4bit": False},
+    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},  # it is known, and no weight is stored so
     "hqq": {"quant_method": "hqq", "nbits": 4},
     "an unknown method": {"bits": 4},
 }
@@ -210,14 +213,12 @@ METHODS = {
     [*((method, "quantization_config") for method in METHODS), ("fp8", "compression_config"), ("fp8", "text_config")],
 )
 def test_a_configuration_that_says_how_it_is_quantized(method: str, where: str, tmp_path: Path) -> None:
-    found: Any = METHODS[method]
-    found = {"quantization_config": found} if where == "text_config" else found
+    found = {"quantization_config": METHODS[method]} if where == "text_config" else METHODS[method]
     folder = rewritten(tmp_path, **{where: found})
     key = "quantization_config" if where == "text_config" else where
     text = refused(folder, strict=False, cast="unsafe")
-    assert f"{Path(folder) / 'config.json'}: {key} states that the weights are quantized with {method!r}" in text
-    known = method in ("fp8", "bitsandbytes")
-    assert ("none of them is. Remove the entry" if known else "load a dequantized copy") in text
+    assert f"{Path(folder) / 'config.json'}: {key} " in text and repr(method) in text
+    assert ("none of them is. Remove the entry" if method == "fp8" else "load a dequantized copy") in text
 
 
 def test_before_anything_is_opened(tmp_path: Path) -> None:
@@ -226,8 +227,7 @@ def test_before_anything_is_opened(tmp_path: Path) -> None:
     assert "quantized with 'hqq'" in refused(folder)
     good = str(tmp_path / "made")
     with lk.deferred():
-        with pytest.raises(lm.CheckpointError, match="quantized with 'hqq'"):
-            LLAMA3.from_preset(folder)
+        assert "quantized with 'hqq'" in refused_load(LLAMA3.from_preset, folder)
         ours = seeded(lambda: LLAMA3.from_preset(good))  # another file is another matter
     stock = seeded(lambda: LLAMA3.from_preset(good))
     assert_same(stock, ours, outputs=False)
@@ -259,8 +259,6 @@ LEFT = "which nothing uses"
         (stored_as(F8, weight_scale_inv=np.full((1, 1), 0.01, np.float32)), f"'{UP}.weight_scale_inv', {LEFT}"),
         (stored_as(F8), f"'{UP}.weight' (float8_e4m3fn)"),
         (stored_as(np.int8, SCB=ONES), f"'{UP}.weight' (int8) with '{UP}.SCB', {LEFT}"),
-        (stored_as(np.int8, scales=ONES), f"'{UP}.weight' (int8) with '{UP}.scales', {LEFT}"),
-        (stored_as(np.float32, weight_scale=np.ones((), np.float32)), f"'{UP}.weight_scale', {LEFT}"),
         (
             stored_as(np.float32, g_idx=np.zeros(32, np.int32), qzeros=np.zeros((1, 8), np.int32)),
             f"'{UP}.g_idx', {LEFT}, '{UP}.qzeros', {LEFT}",
@@ -334,21 +332,19 @@ def stock_counting(dtypes: tuple[str, str], file: Path) -> keras.Model:
     return model
 
 
+def restored(dtypes: tuple[str, str], file: Path, **options: Any) -> Any:
+    return lk.restore(counting(dtypes), file, **options)
+
+
 def load_deferred(dtypes: tuple[str, str], file: Path, **options: Any) -> Any:
-    with lk.deferred(**options):
-        return stock_counting(dtypes, file)
-
-
-def restore_deferred(dtypes: tuple[str, str], file: Path, **options: Any) -> Any:
-    with lk.deferred():
-        return lk.restore(counting(dtypes), file, **options)
+    return in_block(lambda: stock_counting(dtypes, file), **options)
 
 
 WAYS: list[Callable[..., Any]] = [
-    lambda dtypes, file, **options: lk.restore(counting(dtypes), file, **options),
+    restored,
     lambda dtypes, file, **options: lk.restore(lm.build_abstract(counting, dtypes), file, **options),
     load_deferred,
-    restore_deferred,
+    lambda dtypes, file, **options: in_block(lambda: restored(dtypes, file, **options)),
 ]
 
 
@@ -356,7 +352,7 @@ WAYS: list[Callable[..., Any]] = [
 def test_tables_and_masks_of_keras_files(own: tuple[str, str], tmp_path: Path) -> None:
     file = saved_counting(own, 100, [1, 0, 1, 0], tmp_path / "model.weights.h5")
     for wanted in (own, ("int32", "bool"), ("int8", "int32"), ("float32", "float32")):
-        for load in (WAYS[0], load_deferred):
+        for load in (restored, load_deferred):
             assert_same(stock_counting(wanted, file), load(wanted, file), outputs=False)
 
 

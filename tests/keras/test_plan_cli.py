@@ -7,15 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import keras_hub
 import pytest
-from jax.sharding import Mesh
 
 import lazymodel as lm
 from lazymodel_keras import adapter
 
-from .models import save_preset
+from .models import preset_of
 
 # Gemma2 in small, with the keys of a Hugging Face configuration.
 GEMMA2 = {
@@ -57,17 +55,15 @@ def test_a_bare_configuration(config: str, plan: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
-def test_the_dtype_that_a_configuration_states(
-    key: str, tmp_path: Path, plan: Callable[..., Any], command: Callable[..., Any]
-) -> None:
+def test_the_dtype_that_a_configuration_states(key: str, tmp_path: Path, command: Callable[..., Any]) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**GEMMA2, key: "bfloat16"}))
     for source in (path, tmp_path):
         status, out, err = command("plan", source, "--json")
         assert status == 0
         assert {row["dtype"] for row in json.loads(out)["variables"]} == {"bfloat16"}
-        assert err.count("\n") == 1 and "bfloat16" in err and "from_preset takes float32" in err
-    floats = plan(str(path), "--dtype", "f32")
+        assert err.count("\n") == 1 and "bfloat16" in err and "float32" in err
+    floats = json.loads(command("plan", path, "--dtype", "f32", "--json").out)
     assert floats["counted"] == {"parameters": "float32"}
 
 
@@ -100,12 +96,12 @@ def test_training_a_large_model_on_eight_cards(tmp_path: Path, plan: Callable[..
     assert found["counted"]["activations"] == "estimated" and found["not_counted"] == []
 
 
-def test_a_preset_says_what_would_be_loaded(tmp_path: Path, plan: Callable[..., Any]) -> None:
-    folder = str(save_preset(tmp_path / "gemma", "gemma"))
+def test_a_preset_says_what_would_be_loaded(plan: Callable[..., Any]) -> None:
+    folder = preset_of("gemma")
     found = plan(folder, "--mesh", "model=2")
     assert {row["action"] for row in found["variables"]} == {"load"}
     assert found["read_nbytes"] == sum(row["nbytes"] for row in found["variables"])
-    assert plan(str(Path(folder) / "config.json"), "--mesh", "model=2")["read_nbytes"] == 0
+    assert plan(f"{folder}/config.json", "--mesh", "model=2")["read_nbytes"] == 0
 
 
 def test_training_with_lora(config: str, plan: Callable[..., Any]) -> None:
@@ -119,7 +115,7 @@ def test_training_with_lora(config: str, plan: Callable[..., Any]) -> None:
     assert one["parts"]["optimizer state"] == 2 * trainable
 
 
-def test_a_quantized_model(config: str, tmp_path: Path, plan: Callable[..., Any]) -> None:
+def test_a_quantized_model(config: str, plan: Callable[..., Any]) -> None:
     """What is planned is the quantized model itself, whether there are weights or not."""
     options = ("--mesh", "model=8", "--quantize", "int8")
     found = plan(config, *options)
@@ -133,7 +129,7 @@ def test_a_quantized_model(config: str, tmp_path: Path, plan: Callable[..., Any]
     train = plan(config, *options, "--lora-rank", "4", "--optimizer", "adam")
     assert "decoder_block_0/attention/query/lora_kernel_a" in {row["path"] for row in train["variables"]}
 
-    folder = str(save_preset(tmp_path / "gemma", "gemma"))
+    folder = preset_of("gemma")
     found = plan(folder, *options)
     assert found["read_nbytes"] == plan(folder, "--mesh", "model=8")["read_nbytes"], "the float weights"
     assert {row["action"] for row in found["variables"]} == {"load"}
@@ -157,18 +153,6 @@ def _peak(compiled: dict[str, int]) -> int:
     return held + compiled["temporary_nbytes"] + compiled["code_nbytes"]
 
 
-def test_planning_leaves_the_model_usable(config: str, mesh8: Mesh) -> None:
-    abstract = adapter.from_config(config, cls="GemmaCausalLM").shard(mesh8, lm.auto())
-    first = abstract.plan(compile=lm.Compile("forward", batch=2, sequence=8))
-    assert first.compiled is not None
-    model = abstract.materialize(progress=False)
-    tokens = {"token_ids": jax.numpy.ones((2, 8), "int32"), "padding_mask": jax.numpy.ones((2, 8), "bool")}
-    values = [[v.value for v in some] for some in (model.trainable_variables, model.non_trainable_variables)]
-    forward = jax.jit(lambda values, tokens: model.stateless_call(*values, tokens)[0])
-    assert forward(values, tokens).shape == (2, 8, 512)
-    assert all(isinstance(v.value, jax.Array) for v in model.variables)
-
-
 def test_images_have_a_size() -> None:
     abstract = lm.build_abstract(
         keras_hub.models.ResNetBackbone,
@@ -190,24 +174,22 @@ def test_images_have_a_size() -> None:
         (json.dumps(GEMMA2 | {"vocab_size": "many"}), "gemma2.json"),
     ],
 )
-def test_configurations_that_are_none(tmp_path: Path, command: Callable[..., Any], content: str, message: str) -> None:
-    path = tmp_path / "gemma2.json"
-    path.write_text(content)
-    status, out, err = command("plan", path)
-    assert (status, out) == (2, "")
-    assert err.startswith("lazymodel: error: ") and message in err
+def test_configurations_that_are_none(config: str, command: Callable[..., Any], content: str, message: str) -> None:
+    Path(config).write_text(content)
+    status, out, err = command("plan", config)
+    assert (status, out) == (2, "") and message in err
     assert "/tmp/tmp" not in err  # where the configuration was copied to
 
 
 def test_wrong_names(config: str, tmp_path: Path, command: Callable[..., Any]) -> None:
     for arguments, message in (
-        ([config, "--class", "GemmaCausalLN"], "no class 'GemmaCausalLN'; closest: 'GemmaCausalLM'"),
-        ([config, "--cls", "GemmaCausalLN"], "no class 'GemmaCausalLN'"),
-        ([config, "--dtype", "bfloat17"], "'bfloat17' is not a dtype policy of Keras"),
+        ([config, "--class", "GemmaCausalLN"], "closest: 'GemmaCausalLM'"),
+        ([config, "--cls", "GemmaCausalLN"], "'GemmaCausalLN'"),
+        ([config, "--dtype", "bfloat17"], "'bfloat17'"),
         (["gemma2_9b_em"], "closest: 'gemma2_9b_en'"),
         ([tmp_path / "absent"], "does not exist"),
-        ([tmp_path], "has no config.json"),
+        ([tmp_path / "empty"], "has no config.json"),
     ):
+        (tmp_path / "empty").mkdir(exist_ok=True)
         ended = command("plan", *arguments)
-        assert ended.status == 2
-        assert message in ended.err
+        assert ended.status == 2 and message in ended.err

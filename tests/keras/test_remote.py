@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import keras
 import keras_hub
@@ -26,8 +27,20 @@ import lazymodel_keras as lk
 from tests.servers.object_server import ObjectServer
 from tests.servers.s3 import S3Server
 
-from .models import BACKBONES, assert_same, randomize, save_hugging_face, save_preset, seeded
-from .test_hub import causal_lm, first_that_divides
+from .models import (
+    BACKBONES,
+    Words,
+    assert_same,
+    assert_same_values,
+    causal_lm,
+    first_that_divides,
+    in_block,
+    randomize,
+    refused,
+    save_hugging_face,
+    save_preset,
+    seeded,
+)
 
 _WEIGHTS = (".h5", ".safetensors")
 
@@ -115,43 +128,14 @@ def test_hugging_face_folder(shards: int, remote: Remote, monkeypatch: pytest.Mo
     assert not counters["cdn_authorization"]
 
 
-def upload(s3: S3Server, folder: Path) -> str:
-    store = S3Store("bucket", **s3.options())
-    for path in folder.rglob("*"):
-        if path.is_file():
-            obstore.put(store, path.relative_to(folder.parent).as_posix(), path)
-    return f"s3://bucket/{folder.name}"
-
-
-def test_preset_on_s3(s3: S3Server, remote: Remote, tmp_path: Path) -> None:
-    folder = save_preset(tmp_path / "bert", "bert")
-    url, cls = upload(s3, folder), BACKBONES["bert"][0]
-    stock = seeded(lambda: cls.from_preset(str(folder)))
-    with lk.deferred(storage_options=s3.options()):
-        ours = seeded(lambda: cls.from_preset(url))
-    assert_same(stock, ours, outputs=False)
-
-
-def test_an_orbax_checkpoint_on_s3(s3: S3Server, trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("access_key_id", "secret_access_key"):
-        monkeypatch.setenv(f"AWS_{name.upper()}", s3.options()[name])
-    trained.fit(*DATA, verbose=0, callbacks=[lk.TrainingCheckpoint(str(tmp_path / "saved"))])
-    url = upload(s3, tmp_path / "saved")
-    options = {name: value for name, value in s3.options().items() if "key" not in name}
-    state = lk.training_state(url, storage_options=options)
-    assert state == lk.TrainingState(f"{url}/0", 0, {}, None, 1, 0)
-    assert_same(trained, lk.restore(seeded(make_model), url, storage_options=options), outputs=False)
-    assert_same(trained, lk.load_model(url, storage_options=options), outputs=False)
-
-
 @pytest.mark.filterwarnings("ignore:unclosed file .*vocabulary.spm:ResourceWarning")  # KerasHub leaves it open
 def test_a_task_with_its_tokenizer(remote: Remote) -> None:
-    folder = causal_lm(remote.folder / "gemma_lm")
+    folder = shutil.copytree(causal_lm(), remote.folder / "gemma_lm")
     url, options = remote.at("gemma_lm")
     with lk.deferred(storage_options=options):
         ours = seeded(lambda: keras_hub.models.CausalLM.from_preset(url))
         tokenizer = keras_hub.models.Tokenizer.from_preset(url)
-    stock = seeded(lambda: keras_hub.models.CausalLM.from_preset(folder))
+    stock = seeded(lambda: keras_hub.models.CausalLM.from_preset(str(folder)))
     assert_same(stock, ours, outputs=False)
     text = "the quick brown fox"
     expected = np.asarray(stock.preprocessor.tokenizer(text))
@@ -179,52 +163,48 @@ def trained() -> Any:
 @pytest.mark.parametrize("name", ["model.keras", "model.weights.h5", "model.weights.json", "folder", "model.h5"])
 @pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
 def test_saved_models_and_weights(name: str, trained: Any, remote: Remote) -> None:
-    save = trained.save_weights if ".weights." in name else trained.save
-    save(
-        remote.folder / name,
-        **{"model.weights.json": {"max_shard_size": 5e-6}, "folder": {"zipped": False}}.get(name, {}),
-    )
-    url, options = remote.at(name)
+    path, given = remote.folder / name, {"storage_options": remote.at(name)[1]}
+    url, whole = remote.at(name)[0], ".weights." not in name
+    options = {"model.weights.json": {"max_shard_size": 5e-6}, "folder": {"zipped": False}}.get(name, {})
+    (trained.save if whole else trained.save_weights)(path, **options)
     if name not in ("model.h5", "folder"):
-        model = lk.restore(seeded(make_model), url, storage_options=options)
-        for expected, found in zip(trained.optimizer.variables, model.optimizer.variables, strict=True):
-            np.testing.assert_array_equal(np.asarray(expected), np.asarray(found), err_msg=expected.path)
+        model = lk.restore(seeded(make_model), url, **given)
+        assert_same_values(trained.optimizer.variables, model.optimizer.variables)
         assert_same(trained, model)
         abstract = seeded(lambda: lm.build_abstract(make_model))
-        assert_same(trained, lk.restore(abstract, url, storage_options=options), outputs=False)
-        with lk.deferred(storage_options=options):
+        assert_same(trained, lk.restore(abstract, url, **given), outputs=False)
+
+        def load() -> Any:
             loaded = seeded(make_model)
             loaded.optimizer.build(loaded.trainable_variables)  # as Keras wants it
             loaded.load_weights(url)
-        assert_same(trained, loaded, outputs=False)
-    if ".weights." not in name:
+            return loaded
+
+        assert_same(trained, in_block(load, **given), outputs=False)
+    if whole:
         compiled = name != "model.h5"
-        assert_same(trained, lk.load_model(url, compile=compiled, storage_options=options))
-        with lk.deferred(storage_options=options):
-            model = keras.saving.load_model(url, compile=compiled)
-        assert_same(trained, model, outputs=False)
+        assert_same(trained, lk.load_model(url, compile=compiled, **given))
+        loaded = in_block(lambda: keras.saving.load_model(url, compile=compiled), **given)
+        assert_same(trained, loaded, outputs=False)
 
 
-class Vocabulary(keras.layers.Layer):
-    """A layer with a file of its own."""
-
-    text = ""
-
-    def call(self, x: Any) -> Any:
-        return x
-
-    def save_assets(self, dir_path: str) -> None:
-        Path(dir_path, "words.txt").write_text(self.text)
-
-    def load_assets(self, dir_path: str) -> None:
-        self.text = Path(dir_path, "words.txt").read_text()
+def test_an_orbax_checkpoint_on_s3(s3: S3Server, trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("access_key_id", "secret_access_key"):
+        monkeypatch.setenv(f"AWS_{name.upper()}", s3.options()[name])
+    trained.fit(*DATA, verbose=0, callbacks=[lk.TrainingCheckpoint(str(tmp_path / "saved"))])
+    store, url = S3Store("bucket", **s3.options()), "s3://bucket/saved"
+    for path in (path for path in (tmp_path / "saved").rglob("*") if path.is_file()):
+        obstore.put(store, path.relative_to(tmp_path).as_posix(), path)
+    options = {name: value for name, value in s3.options().items() if "key" not in name}
+    state = lk.training_state(url, storage_options=options)
+    assert state == lk.TrainingState(f"{url}/0", 0, {}, None, 1, 0)
+    assert_same(trained, lk.restore(seeded(make_model), url, storage_options=options), outputs=False)
+    assert_same(trained, lk.load_model(url, storage_options=options), outputs=False)
 
 
 def test_an_archive_with_assets(remote: Remote) -> None:
     """Keras would extract the weights along with the assets."""
-    layer = Vocabulary()
-    layer.text = "a b c"
-    model = randomize(keras.Sequential([keras.Input((512,)), keras.layers.Dense(2048), layer]))
+    model = randomize(keras.Sequential([keras.Input((512,)), keras.layers.Dense(2048), Words()]))
     model.save(remote.folder / "model.keras")
     url, options = remote.at("model.keras")
     extracted: list[str] = []
@@ -236,10 +216,10 @@ def test_an_archive_with_assets(remote: Remote) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shutil, "rmtree", watch)
-        ours = lk.load_model(url, {"Vocabulary": Vocabulary}, storage_options=options)
+        ours = lk.load_model(url, storage_options=options)
     assert any(name.endswith("words.txt") for name in extracted)
     assert not [name for name in extracted if name.endswith(_WEIGHTS)]
-    assert ours.layers[-1].text == "a b c"
+    assert ours.layers[-1].words == "d e f"
     assert_same(model, ours)
     sent, size = remote.sent(remote.folder, (".keras",))
     assert size > 4 << 20
@@ -251,21 +231,17 @@ def test_what_is_not_there(remote: Remote) -> None:
     url, options = remote.at("gemma")
     cls, _ = BACKBONES["gemma"]
     given: Any = {"storage_options": options}
-    (folder / "model.weights.h5").unlink()
-    with pytest.raises(lm.CheckpointError, match=rf"no model\.weights\.json at {url}"):
-        lk.from_preset(cls, url, **given)
-    (folder / "config.json").unlink()
-    with pytest.raises(lm.CheckpointError, match=rf"{url}.* no config\.json"):
-        lk.from_preset(cls, url, **given)
+    for missing in ("model.weights.h5", "config.json"):
+        (folder / missing).unlink()
+        message = refused(lk.from_preset, cls, url, **given)
+        assert url in message and missing.replace("weights.h5", "weights.json") in message
     for load, name in ((partial(lk.restore, seeded(make_model)), "weights.h5"), (lk.load_model, "keras")):
-        with pytest.raises(lm.CheckpointError, match=rf"no checkpoint at gs://bucket/absent.{name}"):
-            load(f"gs://bucket/absent.{name}", **given)
-    with pytest.raises(lm.CheckpointError, match="storage_options are for URLs"):
-        lk.from_preset(cls, str(folder), **given)
+        assert f"gs://bucket/absent.{name}" in refused(load, f"gs://bucket/absent.{name}", **given)
+    assert "storage_options are for URLs" in refused(lk.from_preset, cls, str(folder), **given)
     folder = save_hugging_face(remote.folder / "llama3", "llama3", shards=3)
     sorted(folder.glob("*.safetensors"))[1].unlink()
-    with pytest.raises(lm.CheckpointError, match=r"http://.*/bucket/llama3.*model-00002-of-00003\.safetensors"):
-        lk.abstract_from_preset(BACKBONES["llama3"][0], remote.server.url("bucket/llama3"))
+    message = refused(lk.abstract_from_preset, BACKBONES["llama3"][0], remote.server.url("bucket/llama3"))
+    assert "bucket/llama3" in message and "model-00002-of-00003.safetensors" in message
 
 
 def test_no_message_has_a_secret(remote: Remote) -> None:
@@ -275,9 +251,7 @@ def test_no_message_has_a_secret(remote: Remote) -> None:
     cls, _ = BACKBONES["gemma"]
     for name in ("empty", "strange"):
         url = f"{remote.server.url(f'bucket/{name}')}?signature=SECRET"
-        with pytest.raises(lm.CheckpointError) as caught:
-            lk.from_preset(cls, url)
-        assert "SECRET" not in str(caught.value)
+        assert "SECRET" not in refused(lk.from_preset, cls, url)
         with pytest.raises((lm.CheckpointError, ValueError)) as stock, lk.deferred():
             cls.from_preset(url)
         assert "SECRET" not in str(stock.value)
@@ -287,8 +261,8 @@ def test_no_message_has_a_secret(remote: Remote) -> None:
 def test_small_files_have_a_limit(remote: Remote, small_files_limit: int) -> None:
     save_preset(remote.folder / "gemma", "gemma")
     url, options = remote.at("gemma")
-    with pytest.raises(lm.CheckpointError, match=rf"gemma/config\.json: expected at most {small_files_limit} B"):
-        lk.from_preset(BACKBONES["gemma"][0], url, storage_options=options)
+    message = refused(lk.from_preset, BACKBONES["gemma"][0], url, storage_options=options)
+    assert "gemma/config.json" in message and f"{small_files_limit} B" in message
 
 
 def test_a_complete_snapshot_in_the_cache_is_used(
@@ -332,16 +306,12 @@ def test_a_complete_snapshot_in_the_cache_is_used(
 
 @pytest.mark.usefixtures("no_obstore")
 def test_without_obstore_kerashub_downloads(monkeypatch: pytest.MonkeyPatch) -> None:
-    requested: list[str] = []
-
-    def download(repo_id: str, filename: str) -> str:
-        requested.append(f"{repo_id}/{filename}")
-        raise FileNotFoundError(filename)
-
+    download = mock.Mock(side_effect=FileNotFoundError)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    with pytest.raises(lm.CheckpointError, match=r"hf://bucket/llama3 has no config\.json"):
-        lk.from_preset(BACKBONES["llama3"][0], "hf://bucket/llama3")
-    assert set(requested) == {"bucket/llama3/config.json"}
+    assert "hf://bucket/llama3" in refused(lk.from_preset, BACKBONES["llama3"][0], "hf://bucket/llama3")
+    assert {(call.kwargs["repo_id"], call.kwargs["filename"]) for call in download.call_args_list} == {
+        ("bucket/llama3", "config.json")
+    }
 
 
 def sparse_llama(folder: Path) -> int:
@@ -372,13 +342,13 @@ def test_plan_and_inspect_fetch_headers(remote: Remote, command: Callable[..., A
     url, options = remote.at("llama3")
     assert options is not None
     given = {"base_url": options["base_url"], "bearer_token": "a-token", "client_options.allow_http": "true"}
-    options = [part for name, value in given.items() for part in ("--storage-option", f"{name}={value}")]
-    plan = json.loads(command("plan", url, "--mesh", "model=8", "--json", *options).out)
+    flags = [f"--storage-option={name}={value}" for name, value in given.items()]
+    plan = json.loads(command("plan", url, "--mesh", "model=8", "--json", *flags).out)
     assert {row["action"] for row in plan["variables"]} == {"load"}
     assert plan["read_nbytes"] == total
     configuration = command("plan", remote.server.url("bucket/llama3/config.json"), "--json")
     assert json.loads(configuration.out)["read_nbytes"] == 0
-    assert json.loads(command("inspect", url, "--json", *options).out)["nbytes"] == total
-    absent = command("plan", "gs://bucket/absent", *options)
+    assert json.loads(command("inspect", url, "--json", *flags).out)["nbytes"] == total
+    absent = command("plan", "gs://bucket/absent", *flags)
     assert absent.status == 2 and "a-token" not in absent.err
     assert remote.server.counters()["bytes"] < 2e6

@@ -17,8 +17,7 @@ from jax.sharding import PartitionSpec as P
 import lazymodel as lm
 import lazymodel_keras as lk
 
-from .models import assert_same, seeded
-from .test_plain_models import columns, functional, preprocessing
+from .models import assert_same, columns, functional, in_block, preprocessing, refused, seeded
 
 RULES = {".*first/kernel": P(None, "model"), ".*": P()}
 # Keras 2 wrote the variables of a layer in this order, the trainable ones first.
@@ -138,21 +137,19 @@ def test_a_head_of_another_shape(name: str, files: dict[str, Path]) -> None:
 
 
 def test_a_mismatch_names_variable_tensor_and_file(files: dict[str, Path]) -> None:
-    expected = r"Model.load_weights: 'net/head/kernel': expected shape \(8, 3\), found \(8, 4\)"
-    with pytest.raises(lm.CheckpointError, match=expected) as raised, lk.deferred():
-        net(classes=3).load_weights(files["keras_2_13.weights.h5"])
-    assert str(files["keras_2_13.weights.h5"]) in str(raised.value)
-    with pytest.raises(ValueError, match="Shape mismatch in layer #2"), lk.deferred():
-        net(classes=3).load_weights(files["weights.h5"])
+    file = files["keras_2_13.weights.h5"]
+    message = refused(in_block, lambda: net(classes=3).load_weights(file))
+    assert all(part in message for part in ("'net/head/kernel'", "(8, 3)", "(8, 4)", str(file)))
+    with pytest.raises(ValueError, match="Shape mismatch in layer #2"):
+        in_block(lambda: net(classes=3).load_weights(files["weights.h5"]))
 
 
 def test_a_damaged_legacy_file(tmp_path: Path, files: dict[str, Path]) -> None:
     broken = tmp_path / "broken.h5"
     broken.write_bytes(files["weights.h5"].read_bytes()[:-64])
-    with pytest.raises((lm.CheckpointError, OSError), match=r"broken\.h5|truncated"), lk.deferred():
-        net().load_weights(broken)
-    with pytest.raises(lm.CheckpointError, match=r"broken\.h5"):
-        lk.restore(net(), broken)
+    with pytest.raises((lm.CheckpointError, OSError), match=r"broken\.h5|truncated"):
+        in_block(lambda: net().load_weights(broken))
+    assert "broken.h5" in refused(lk.restore, net(), broken)
 
 
 def folder_of(**files: str) -> Any:
@@ -188,7 +185,7 @@ def small() -> keras.Model:
 def test_no_saved_model(case: str, tmp_path: Path) -> None:
     name, make, found = CASES[case]
     make(tmp_path / name)
-    message = f"cannot load a model from {re.escape(str(tmp_path / name))}: expected a .keras file.*; found .*{found}"
+    message = f"{re.escape(str(tmp_path / name))}: expected a .keras file.*; found .*{found}"
     with pytest.raises(lm.CheckpointError, match=message):
         lk.load_model(tmp_path / name)
 

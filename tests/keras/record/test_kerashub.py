@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,16 @@ from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 import lazymodel_keras as lk
-from tests.keras.internals import nbytes_read
-from tests.keras.models import assert_same, bits, seeded, write_safetensors_folder
+from tests.keras.models import (
+    assert_same,
+    bits,
+    decoder,
+    decoder_shapes,
+    in_block,
+    refused,
+    seeded,
+    write_safetensors_folder,
+)
 
 # KerasHub decodes the largest scale, which stands for no number, with these.
 pytestmark = [
@@ -24,45 +33,20 @@ pytestmark = [
 ]
 
 GptOssBackbone: Any = keras_hub.models.GptOssBackbone
-HIDDEN, INNER, EXPERTS = 64, 96, 8
-CONFIG = {
-    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "vocab_size": 64, "hidden_size": HIDDEN,
-    "num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8,
-    "intermediate_size": INNER, "num_local_experts": EXPERTS, "num_experts_per_tok": 2, "sliding_window": 8,
-    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
-}  # fmt: skip
+CONFIG = decoder(
+    "gpt_oss", hidden_size=64, num_hidden_layers=1, head_dim=8, intermediate_size=96, num_local_experts=8,
+    num_experts_per_tok=2, sliding_window=8,
+)  # fmt: skip
 
 
 def _tensors() -> dict[str, np.ndarray]:
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (64, HIDDEN),
-        "model.norm.weight": (HIDDEN,),
-        "lm_head.weight": (64, HIDDEN),
-    }
-    layer = "model.layers.0"
-    projections = {"q": (64, HIDDEN), "k": (32, HIDDEN), "v": (32, HIDDEN), "o": (HIDDEN, 64)}
-    for name, shape in projections.items():
-        shapes[f"{layer}.self_attn.{name}_proj.weight"] = shape
-        shapes[f"{layer}.self_attn.{name}_proj.bias"] = shape[:1]
-    shapes |= {
-        f"{layer}.self_attn.sinks": (8,),
-        f"{layer}.input_layernorm.weight": (HIDDEN,),
-        f"{layer}.post_attention_layernorm.weight": (HIDDEN,),
-        f"{layer}.mlp.router.weight": (EXPERTS, HIDDEN),
-        f"{layer}.mlp.router.bias": (EXPERTS,),
-    }
-    for name, rows, columns in (("gate_up", 2 * INNER, HIDDEN), ("down", HIDDEN, INNER)):
-        experts = f"{layer}.mlp.experts.{name}_proj"
-        shapes[f"{experts}_blocks"] = (EXPERTS, rows, columns // 32, 16)
-        shapes[f"{experts}_scales"] = (EXPERTS, rows, columns // 32)
-        shapes[f"{experts}_bias"] = (EXPERTS, rows)
     rng = np.random.default_rng(0)
     return {
         # Every byte there is, and every scale, infinite ones and those that lead below the normal numbers as well.
         name: rng.integers(0, 256, shape, np.uint8)
         if name.endswith(("_blocks", "_scales"))
         else rng.standard_normal(shape, dtype=np.float32)
-        for name, shape in shapes.items()
+        for name, shape in decoder_shapes(CONFIG).items()
     }
 
 
@@ -78,7 +62,9 @@ def stock(folder: str) -> Any:
 
 # Experts; whole blocks of some rows; and an axis on which shards begin within blocks.
 @pytest.mark.parametrize("spec", [P("model"), P(None, None, "model"), P(None, "model")], ids=str)
-def test_equal_to_stock_and_read_once(folder: str, stock: Any, mesh8: Mesh, spec: P) -> None:
+def test_equal_to_stock_and_read_once(
+    folder: str, stock: Any, mesh8: Mesh, spec: P, nbytes_read: Callable[[], int]
+) -> None:
     rules = {".*/experts/(gate_up|down)_proj": spec}
     before = nbytes_read()
     abstract = seeded(
@@ -96,15 +82,10 @@ def test_equal_to_stock_and_read_once(folder: str, stock: Any, mesh8: Mesh, spec
     assert_same(stock, ours, outputs=False)
 
 
-def test_narrower_and_in_a_block(folder: str, stock: Any) -> None:
+def test_narrower_and_in_a_block(folder: str, stock: Any, nbytes_read: Callable[[], int]) -> None:
     """Decoded straight to bfloat16, which is not stored anywhere."""
-
-    def load() -> Any:
-        with lk.deferred():
-            return GptOssBackbone.from_preset(folder, dtype="bfloat16")
-
     before = nbytes_read()
-    ours = seeded(load)
+    ours = seeded(lambda: in_block(lambda: GptOssBackbone.from_preset(folder, dtype="bfloat16")))
     assert nbytes_read() - before == sum(tensor.nbytes for tensor in _tensors().values())
     for expected, found in zip(stock.weights, ours.weights, strict=True):
         values = np.asarray(found.value)
@@ -120,5 +101,5 @@ def test_experts_whose_scales_do_not_fit(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.experts.down_proj_scales"
     tensors[name] = tensors[name][:, :, :-1].copy()
     folder = write_safetensors_folder(tmp_path / "short", CONFIG, tensors)
-    with pytest.raises(lm.CheckpointError, match=r"down_proj_blocks: expected uint8 of shape \(8, 64, 2, 16\)"):
-        lk.abstract_from_preset(GptOssBackbone, str(folder))
+    message = refused(lk.abstract_from_preset, GptOssBackbone, str(folder))
+    assert "down_proj_blocks" in message and "(8, 64, 2, 16)" in message

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
-import ctypes
 import dataclasses
 import faulthandler
 import filecmp
@@ -14,7 +12,7 @@ import shutil
 import threading
 import tracemalloc
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +27,8 @@ from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 import lazymodel_keras as lk
-from tests.keras.models import BACKBONES, BERT, randomize, seeded
+from tests.core.save._accidents import Accident, Accidents, Killed, fail, interrupt, kill
+from tests.keras.models import BACKBONES, BERT, columns, randomize, seeded, state_of
 from tests.small import make_small
 
 BERT_BACKBONE = BACKBONES["bert"][0]
@@ -130,41 +129,18 @@ ways = pytest.mark.parametrize(
 )
 
 
-class Killed(BaseException):
-    """The process is no more."""
+@contextlib.contextmanager
+def accidents(at: int = 1 << 30, accident: Accident = kill) -> Generator[Accidents]:
+    """Counts what changes files, datasets of HDF5 among it; at the n-th operation the accident happens."""
+    found, create = Accidents(at, accident), h5py.Group.create_dataset
 
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        found.step("dataset")
+        return create(*args, **kwargs)
 
-class Operations:
-    """Counts what changes files; the one of a given number, and all after it, are not carried out."""
-
-    def __init__(self, kill_at: int | None = None, error: Callable[[], BaseException] | None = None) -> None:
-        self.count, self.kill_at, self.error = 0, kill_at, error
-
-    def _counted(self, original: Any, wanted: Callable[..., bool] = lambda *args, **kwargs: True) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if wanted(*args, **kwargs):
-                self.count += 1
-                if self.error is not None:  # fails once, and the process lives on
-                    if self.count == self.kill_at:
-                        raise self.error()
-                elif self.kill_at is not None and self.count >= self.kill_at:
-                    raise Killed
-            return original(*args, **kwargs)
-
-        return call
-
-    @contextlib.contextmanager
-    def counted(self) -> Iterator[None]:
-        with pytest.MonkeyPatch.context() as patch:
-            for name in ("replace", "rename", "unlink", "mkdir", "rmdir", "link", "symlink", "fsync", "write"):
-                patch.setattr(os, name, self._counted(getattr(os, name)))
-            exchange = ctypes.CDLL(None, use_errno=True).renameat2  # of two folders, which Python has no function for
-            patch.setattr(ctypes, "CDLL", lambda *args, **kwargs: SimpleNamespace(renameat2=self._counted(exchange)))
-            patch.setattr(shutil, "rmtree", self._counted(shutil.rmtree))
-            patch.setattr(h5py.Group, "create_dataset", self._counted(h5py.Group.create_dataset))
-            writes = lambda file, mode="r", *args, **kwargs: any(letter in mode for letter in "wax+")  # noqa: E731
-            patch.setattr(builtins, "open", self._counted(builtins.open, writes))
-            yield
+    with pytest.MonkeyPatch.context() as patch, found.possible():
+        patch.setattr(h5py.Group, "create_dataset", counted)
+        yield found
 
 
 def same(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
@@ -188,8 +164,7 @@ def prepared(way: Way, tmp_path_factory: pytest.TempPathFactory) -> Any:
         (folder / name).write_text(f"not to be touched: {name}")
     before = way.load(folder / way.name)
     shutil.copytree(folder, tmp_path / "clean")
-    operations = Operations()
-    with operations.counted():
+    with accidents() as operations:
         way.save(new, tmp_path / "clean")
     after = way.load(tmp_path / "clean" / way.name)
     assert not same(before, after)
@@ -208,28 +183,27 @@ def stopping() -> Generator[None, None, None]:
             raise
 
 
-def check_way(way: Way, prepared: Any, points: Callable[[int], Any], **how: Any) -> tuple[int, int]:
-    """Kills a save at some of its operations, and looks each time; returns how often old and new were found."""
+def check_way(way: Way, prepared: Any, points: Callable[[int], Any], accident: Accident = kill) -> tuple[int, int]:
+    """Lets a save have an accident at some of its operations; returns how often old and new were found."""
     folder, new, before, after, clean, count = prepared
-    found = [0, 0]
+    work, found = folder.parent / "try", [0, 0]
     assert count > 5
     for number in points(count):
-        shutil.copytree(folder, folder.parent / "try")
-        stopped = Operations(number, **how)
-        with stopped.counted(), stopping():
-            way.save(new, folder.parent / "try")
-        opened = way.load(folder.parent / "try" / way.name)
+        shutil.copytree(folder, work)
+        with stopping(), accidents(number, accident):
+            way.save(new, work)
+        opened = way.load(work / way.name)
         assert same(opened, before) or same(opened, after), f"a mixture after operation {number} of {count}"
         found[same(opened, after)] += 1
         for name in ("notes.txt", *way.others):
-            assert (folder.parent / "try" / name).read_text() == f"not to be touched: {name}", number
-        if how:  # it tidied up itself
-            left = [name for name in listing(folder.parent / "try") if "lazymodel-saving" in name]
+            assert (work / name).read_text() == f"not to be touched: {name}", number
+        if accident is not kill:  # it tidied up itself
+            left = [name for name in listing(work) if "lazymodel-saving" in name]
             assert not left or same(opened, after), f"{left} after {number}"
-        way.save(new, folder.parent / "try")
-        assert listing(folder.parent / "try") == clean, f"after a save that was killed at operation {number}"
-        assert same(way.load(folder.parent / "try" / way.name), after)
-        shutil.rmtree(folder.parent / "try")
+        way.save(new, work)
+        assert listing(work) == clean, f"after a save that was killed at operation {number}"
+        assert same(way.load(work / way.name), after)
+        shutil.rmtree(work)
     return found[0], found[1]
 
 
@@ -248,12 +222,10 @@ def test_killed_at_every_operation(way: Way, prepared: Any) -> None:
 # Keras' temporary folders in ours, which went with it, are looked for once more when they are collected.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @ways
-@pytest.mark.parametrize(
-    "error", [KeyboardInterrupt, lambda: OSError(28, "No space left on device")], ids=["^C", "full"]
-)
-def test_interrupted_at_every_operation(way: Way, prepared: Any, error: Any) -> None:
-    with pytest.warns(lm.LazyModelWarning) if error is not KeyboardInterrupt else contextlib.nullcontext():
-        check_way(way, prepared, lambda count: range(1, count + 1), error=error)
+@pytest.mark.parametrize("accident", [interrupt, fail])
+def test_interrupted_at_every_operation(way: Way, prepared: Any, accident: Accident) -> None:
+    with pytest.warns(lm.LazyModelWarning) if accident is fail else contextlib.nullcontext():
+        check_way(way, prepared, lambda count: range(1, count + 1), accident)
 
 
 def in_a_child_that_writes_little(limit: int, work: Callable[[], Any]) -> bool:
@@ -302,27 +274,25 @@ def test_a_disk_without_room_is_refused(name: str, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("name", ["weights", "more shards", "preset"])
-def test_a_second_saver_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    way = WAYS[name]
-    model, refused = way.make(1), list[str]()
+def test_a_second_saver_is_refused(name: str, tmp_path: Path) -> None:
+    way, refused = WAYS[name], list[str]()
+    model = way.make(1)
     way.save(model, tmp_path, old=True)
-    original = h5py.Group.create_dataset
-
-    def slow(*args: Any, **kwargs: Any) -> Any:
-        if not refused:
-            refused.append("")
-            second = threading.Thread(target=save_meanwhile)
-            second.start()
-            second.join(60)
-        return original(*args, **kwargs)
 
     def save_meanwhile() -> None:
         with pytest.raises(lm.LazyModelError, match="being saved to by another saver") as raised:
             way.save(model, tmp_path)
         refused.append(str(raised.value))
 
-    monkeypatch.setattr(h5py.Group, "create_dataset", slow)
-    way.save(model, tmp_path)
+    def begin_a_second(operations: Accidents, operation: str) -> None:
+        if operation == "dataset" and not refused:
+            refused.append("")
+            second = threading.Thread(target=save_meanwhile)
+            second.start()
+            second.join(60)
+
+    with accidents(1, begin_a_second):
+        way.save(model, tmp_path)
     assert len(refused) == 2
     assert same(way.load(tmp_path / way.name), values(model))
 
@@ -371,13 +341,6 @@ def test_a_preset_without_the_tasks_own_weights_any_more(tmp_path: Path) -> None
     assert same(load_preset(tmp_path / "p"), values(bert(2)))
 
 
-def test_outside_the_block_keras_is_as_it_was() -> None:
-    before = (keras.src.saving.saving_lib.save_weights_only, BERT_BACKBONE.save_to_preset)
-    with lk.streamed_saving():
-        pass
-    assert before == (keras.src.saving.saving_lib.save_weights_only, BERT_BACKBONE.save_to_preset)
-
-
 # In pieces ------------------------------------------------------------------------------------------------------------
 
 
@@ -419,11 +382,7 @@ def test_saving_copies_a_few_bytes_at_a_time(tmp_path: Path, mesh42: Mesh, monke
 def test_presets_and_whole_models_are_saved_in_pieces(tmp_path: Path, mesh42: Mesh) -> None:
     cls, config = BACKBONES["bert"]
 
-    def rules(variable: lm.AbstractVariable) -> P:
-        fits = variable.shape and variable.shape[-1] % 2 == 0
-        return P(*[None] * (len(variable.shape) - 1), "model") if fits else P()
-
-    model = lm.build_abstract(cls, **config).shard(mesh42, rules).materialize()
+    model = lm.build_abstract(cls, **config).shard(mesh42, columns).materialize()
     compiled = net(1)
     compiled.compile("adam", "mse")
     compiled.optimizer.build(compiled.trainable_variables)
@@ -436,5 +395,4 @@ def test_presets_and_whole_models_are_saved_in_pieces(tmp_path: Path, mesh42: Me
     for name in ("model.weights.h5", "config.json"):
         assert filecmp.cmp(tmp_path / "ours" / name, tmp_path / "stock" / name, shallow=False)
     again = keras.saving.load_model(tmp_path / "net.keras")
-    for one, other in ((compiled, again), (compiled.optimizer, again.optimizer)):
-        assert same([np.asarray(v.value) for v in one.variables], [np.asarray(v.value) for v in other.variables])
+    assert same(*([np.asarray(variable.value) for variable in state_of(model)] for model in (compiled, again)))

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 import lazymodel_keras as lk
-from tests.keras.models import assert_same, bits, save_preset, seeded
+from tests.keras.models import assert_same, bits, device_mesh, distribution, preset_of, seeded
 from tests.keras.versions import KERAS, parts
 
 pytestmark = [
@@ -33,8 +33,8 @@ FLOAT32_PAIRS = parts(KERAS) >= (3, 15)
 
 
 @pytest.fixture(scope="module")
-def preset(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_preset(tmp_path_factory.mktemp("lora") / "gemma", "gemma"))
+def preset() -> str:
+    return preset_of("gemma")
 
 
 def batch() -> tuple[Any, Any]:
@@ -120,9 +120,7 @@ def test_pairs_are_split_like_their_kernels(preset: str, mesh8: Mesh) -> None:
 
 
 def test_layout_maps_of_keras(preset: str, mesh8: Mesh) -> None:
-    devices = keras.distribution.DeviceMesh((1, 8), ("batch", "model"), list(mesh8.devices.flat))
-    layout = keras_hub.models.GemmaBackbone.get_layout_map(devices)
-    with keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="batch").scope():
+    with distribution(keras_hub.models.GemmaBackbone.get_layout_map(device_mesh(1, 8))):
         kernel = lk.abstract_from_preset(Backbone, preset).lora(2)[f"{QUERY}/kernel"].spec
         model = loaded(preset, 2)
         later = lk.from_preset(Backbone, preset)
@@ -144,10 +142,9 @@ def test_enabled_afterwards(preset: str, mesh8: Mesh, targets: str | None) -> No
 
     model = enabled(GemmaCausalLM, preprocessor=None)
     pairs = pairs_of(model)
-    assert len(pairs) == 8
+    assert len(pairs) == 8 and model.trainable_variables == list(pairs.values())
     assert pairs[f"{QUERY}/lora_kernel_a"].value.sharding.spec == P("model")
     assert all(len(variable.value.sharding.device_set) == 8 for variable in pairs.values())
-    assert model.trainable_variables == list(pairs.values())
     same = (seeded(lambda: enabled(Backbone)), seeded(lambda: loaded(preset, 2, targets, mesh=mesh8)))
     assert_same(*same, outputs=False)
 
@@ -199,15 +196,13 @@ def test_a_plain_model(mesh8: Mesh) -> None:
 
 def test_errors(preset: str) -> None:
     abstract = lk.abstract_from_preset(Backbone, preset)
-    for rank, targets, message in (
-        (0, None, "positive integer; got 0"),
-        (2, "(", r"targets '\(' are not a regular expression"),
-        (2, "query", "has no LoRA targets: expected variables that match"),
+    float8 = abstract.quantize(keras.quantizers.Float8QuantizationConfig())
+    for lora, message in (
+        (lambda: abstract.lora(0), "got 0"),
+        (lambda: abstract.lora(2, "("), r"'\('"),
+        (lambda: abstract.lora(2, "query"), "has no LoRA targets"),
+        (lambda: lk.enable_lora(loaded(preset, 2), 2), r"gemma_backbone\S*: lora is already enabled"),
+        (lambda: float8.lora(2), "'float8'"),
     ):
         with pytest.raises(lm.LazyModelError, match=message):
-            abstract.lora(rank, targets)
-    with pytest.raises(lm.LazyModelError, match=r"cannot be enabled on gemma_backbone\S*: lora is already enabled"):
-        lk.enable_lora(loaded(preset, 2), 2)
-    config = keras.quantizers.Float8QuantizationConfig()
-    with pytest.raises(lm.LazyModelError, match="no LoRA for layers quantized with 'float8'"):
-        abstract.quantize(config).lora(2)
+            lora()
