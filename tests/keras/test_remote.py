@@ -159,6 +159,20 @@ def trained() -> Any:
     return model
 
 
+def test_an_orbax_checkpoint_on_s3(s3: S3Server, trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("access_key_id", "secret_access_key"):
+        monkeypatch.setenv(f"AWS_{name.upper()}", s3.options()[name])
+    trained.fit(*DATA, verbose=0, callbacks=[lk.TrainingCheckpoint(str(tmp_path / "saved"))])
+    store, url = S3Store("bucket", **s3.options()), "s3://bucket/saved"
+    for path in (path for path in (tmp_path / "saved").rglob("*") if path.is_file()):
+        obstore.put(store, path.relative_to(tmp_path).as_posix(), path)
+    options = {name: value for name, value in s3.options().items() if "key" not in name}
+    state = lk.training_state(url, storage_options=options)
+    assert state == lk.TrainingState(f"{url}/0", 0, {}, None, 1, 0)
+    assert_same(trained, lk.restore(seeded(make_model), url, storage_options=options), outputs=False)
+    assert_same(trained, lk.load_model(url, storage_options=options), outputs=False)
+
+
 # Last the legacy one: saving it takes the optimizer out of what Keras saves afterwards.
 @pytest.mark.parametrize("name", ["model.keras", "model.weights.h5", "model.weights.json", "folder", "model.h5"])
 @pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
@@ -186,20 +200,6 @@ def test_saved_models_and_weights(name: str, trained: Any, remote: Remote) -> No
         assert_same(trained, lk.load_model(url, compile=compiled, **given))
         loaded = in_block(lambda: keras.saving.load_model(url, compile=compiled), **given)
         assert_same(trained, loaded, outputs=False)
-
-
-def test_an_orbax_checkpoint_on_s3(s3: S3Server, trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("access_key_id", "secret_access_key"):
-        monkeypatch.setenv(f"AWS_{name.upper()}", s3.options()[name])
-    trained.fit(*DATA, verbose=0, callbacks=[lk.TrainingCheckpoint(str(tmp_path / "saved"))])
-    store, url = S3Store("bucket", **s3.options()), "s3://bucket/saved"
-    for path in (path for path in (tmp_path / "saved").rglob("*") if path.is_file()):
-        obstore.put(store, path.relative_to(tmp_path).as_posix(), path)
-    options = {name: value for name, value in s3.options().items() if "key" not in name}
-    state = lk.training_state(url, storage_options=options)
-    assert state == lk.TrainingState(f"{url}/0", 0, {}, None, 1, 0)
-    assert_same(trained, lk.restore(seeded(make_model), url, storage_options=options), outputs=False)
-    assert_same(trained, lk.load_model(url, storage_options=options), outputs=False)
 
 
 def test_an_archive_with_assets(remote: Remote) -> None:

@@ -11,6 +11,7 @@ import json
 import resource
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -376,7 +377,7 @@ def test_a_run_that_is_killed_goes_on_elsewhere(tmp_path: Path) -> None:
         ("https://host/run", {}, "https://host/run.*s3://, gs:// or az://"),
         ("s3://bucket/run?X-Amz-Signature=SECRET", {}, "s3://bucket/run: expected a URL without"),
         ("folder", {"storage_options": {"region": "eu"}}, "storage_options are for URLs"),
-        ("s3://bucket/run?X-Amz-Signature=SECRET", None, r"s3://bucket/run: .*pip install 'lazymodel\[remote\]'"),
+        ("s3://bucket/run", None, r"pip install 'lazymodel\[remote\]'"),
     ],
 )
 def test_places_that_are_refused_at_once(
