@@ -1,11 +1,14 @@
 """The adapter that `lazymodel.build_abstract` finds for Keras.
 
-Also builds functions without a return annotation, which may be factories of Keras or of any other framework.
+Functions that only their result identifies as Keras factories: they run once, traced and recorded together.
+
+Until it creates its first layer or optimizer, such a function is traced like any other, and small arrays are also
+computed. From then on nothing is traced, and it runs like Keras' own factories. If the result is not of Keras, another
+adapter handles it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -14,7 +17,7 @@ import os
 import sys
 import tempfile
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,7 @@ from lazymodel._remote.url import shown
 from lazymodel._save.save import DEFAULT_BUDGET, differences, forget
 from lazymodel._show.progress import progress_for
 from lazymodel._show.text import closest, format_bytes, parse_budget, quiet_tensorflow
+from lazymodel._trace.function import ValuedTrace
 from lazymodel.checkpoints._open import located, weight_files
 from lazymodel.checkpoints._untrusted import MAX_JSON, read_at_most
 from lazymodel_keras import _upstream
@@ -39,7 +43,7 @@ from lazymodel_keras._build import Keywords, abstract_build, finished, recorded
 from lazymodel_keras._gguf import is_gguf
 from lazymodel_keras._model.keras_object import model_variables, replace
 from lazymodel_keras._record.patches import active, while_recording
-from lazymodel_keras._record.recording import Recording, recording_problem, session
+from lazymodel_keras._record.recording import Recording, recording_problem
 from lazymodel_keras._record.remote import RemoteFiles, check_storage_options
 from lazymodel_keras._train.saving import save_preset
 from lazymodel_keras.hub import abstract_from_preset
@@ -297,53 +301,88 @@ adapter = KerasAdapter()
 
 
 _TRACED = "_traced_by_lazymodel"
+_ANNOTATE = "Annotate it as `def build(...) -> keras.Model:`, and it runs as a Keras factory from the start"
 _LARGE_NBYTES = 1 << 20
 
 
-class _MakesKeras(BaseException):
-    """Ends the trace of a function that creates something of Keras; no `except Exception` of a user catches it."""
-
-
 def build_factory(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any], what: str) -> AbstractModel[Any]:
-    """Returns the abstract model of `build(*args, **kwargs)`, for any framework; `what` names it in messages.
+    """Returns the abstract model of `build(*args, **kwargs)`, for any framework; `what` names it in messages."""
+    outcome: list[Callable[[], AbstractModel[Any]]] = []  # filled if it is Keras'
+    traces: list[ValuedTrace] = []
+    inputs = any(isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) for leaf in jax.tree.leaves((args, kwargs)))
 
-    The function is traced until it creates something of Keras. Then it runs again as a factory of Keras.
-    """
-    problem, outer = recording_problem(), active()
-    recording: Recording = outer or Recording()
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        run = functools.partial(build, *args, **kwargs)
+        if inputs or recording_problem():
+            return _traced(run, what)
+        traces[:] = [ValuedTrace()]
+        result = _valued(run, what, traces[0], outcome)
+        return () if outcome else result
+
+    functools.update_wrapper(traced, build)
+    traced.__name__ = getattr(build, "__name__", type(build).__name__)
+    setattr(traced, _TRACED, True)  # the adapter then leaves it to JAX
+    model = lazymodel.build_abstract(traced, *args, **kwargs)
+    return outcome[0]() if outcome else model
+
+
+def _traced(run: Callable[[], Any], what: str) -> Any:
+    """Runs a function that cannot be recorded; raises if it returns a Keras object."""
+    outer: Recording | None = active()
+
+    def reject() -> None:
+        raise LazyModelError(
+            recording_problem()
+            or f"{what} takes arrays of JAX and returns a Keras model, whose layers need their values. {_ANNOTATE}; or "
+            f"pass a function without arguments: build_abstract(lambda: {what}(...))"
+        )
+
+    if outer is not None:
+        outer.on_made = reject
+    try:
+        result = run()
+    finally:
+        if outer is not None:
+            outer.on_made = None
+    if _has_keras(result):
+        reject()
+    return result
+
+
+def _valued(
+    run: Callable[[], Any], what: str, trace: ValuedTrace, outcome: list[Callable[[], AbstractModel[Any]]]
+) -> Any:
+    """Runs a function that may be a Keras factory; if so, `outcome` gets a callable that builds the model or raises."""
+    recording = Recording()
 
     def made() -> None:
-        raise _MakesKeras
+        if not trace.leave():
+            raise LazyModelError(
+                f"{what} makes Keras layers, but before computes arrays with JAX that are large or have side effects, "
+                f"while it may still be a JAX function. {_ANNOTATE}"
+            )
 
-    @functools.wraps(build, updated=())
-    def traced(*args: Any, **kwargs: Any) -> Any:
+    with trace:
         recording.on_made = made
         try:
-            with contextlib.nullcontext() if problem else session(recording):
-                result = build(*args, **kwargs)
+            result = recorded(recording, run, what)
+        except Exception as error:
+            if not trace.left:
+                raise
+            outcome.append(functools.partial(_raise, error))  # outside of the trace, which would explain it
+            return None
         finally:
             recording.on_made = None
-        if _has_keras(result):
-            made()
-        return result
-
-    setattr(traced, _TRACED, True)  # the adapter then leaves it to JAX
-    with contextlib.suppress(_MakesKeras):
-        return lazymodel.build_abstract(traced, *args, **kwargs)
-    if problem:
-        raise LazyModelError(problem)
-    recording.restart()
-    run, recording = functools.partial(build, *args, **kwargs), Recording(remote=recording.remote)
-    result = recorded(recording, run, what)
     if _has_keras(result):
-        return finished(recording, run, result, what)
-    nbytes = sum(leaf.nbytes for leaf in _leaves(result) if isinstance(leaf, jax.Array))
-    if nbytes > _LARGE_NBYTES:
-        warn(
-            f"{what} makes Keras layers and returns none of them, so the {format_bytes(nbytes)} of arrays that it "
-            "returns were computed whole. Return the layers, and all of them are built abstractly"
-        )
-    return lazymodel.build_abstract(functools.wraps(build, updated=())(lambda: result))
+        outcome.append(functools.partial(finished, recording, run, result, what))
+    elif trace.left:
+        nbytes = sum(leaf.nbytes for leaf in _leaves(result) if isinstance(leaf, jax.Array))
+        if nbytes > _LARGE_NBYTES:
+            warn(
+                f"{what} makes Keras layers and returns none of them, so the {format_bytes(nbytes)} of arrays that it "
+                "returns were computed whole. Return the layers, and all of them are built abstractly"
+            )
+    return result
 
 
 def _has_keras(result: Any) -> bool:
@@ -355,9 +394,14 @@ def _leaves(result: Any) -> list[Any]:
     return jax.tree.leaves(result, is_leaf=lambda leaf: not isinstance(leaf, tuple | list | dict))
 
 
+def _raise(error: Exception) -> AbstractModel[Any]:
+    raise error
+
+
 @while_recording(keras.Operation, "__new__")
 @while_recording(_upstream.OptimizerBase, "__init__")
 def _notify(recording: Recording, original: Any, *args: Any, **kwargs: Any) -> Any:
     recording.is_outermost()
-    recording.of_keras()
+    if recording.on_made is not None:
+        recording.on_made()
     return original(*args, **kwargs)

@@ -54,7 +54,7 @@ _CONTAINERS = (tuple, list, dict, type(None), None, collections.OrderedDict)
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
 # Packages whose objects and functions are not searched: their internal state contains traces.
-_OWN = ("jax", "jaxlib", "numpy")
+_OWN = ("jax", "jaxlib", "numpy", "lazymodel")
 # How to make a pytree of an object, by its package.
 _PYTREE_HINTS = {
     "penzai": "call `pz.unbind_params(model, freeze=True)` in the function and return its result: the model without "

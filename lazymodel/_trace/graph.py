@@ -88,10 +88,10 @@ _STEPWISE = ("custom_jvp", "custom_vjp")
 
 
 @contextlib.contextmanager
-def keep_inlined() -> Generator[None]:
-    """In the block, the outermost traces of this thread keep compiled functions that JAX would inline."""
+def keep_inlined(on: bool = True) -> Generator[None]:
+    """In the block, the outermost traces of this thread keep compiled functions that JAX would inline, if `on`."""
     before = getattr(_keeping, "on", False)
-    _keeping.on = True
+    _keeping.on = on
     try:
         yield
     finally:

@@ -268,7 +268,6 @@ def _undone_if_not_traced() -> Generator[None]:
 
 def _seeds_are_known(recording: Any) -> contextlib.AbstractContextManager[Any]:
     """Computes concrete values inside an initializer that is traced."""
-    recording.of_keras()
     return contextlib.nullcontext() if recording.draws is None else jax.ensure_compile_time_eval()
 
 

@@ -130,7 +130,7 @@ class Recording:
         problems: Assignments that did not match their variable, as errors and as entries of a report.
         on_loaded: If set, called with an object whose weights were just loaded, the name of the call that loaded them,
             for messages, and True if only some of a file's tensors were requested.
-        on_made: If set, called before something of Keras is created: a layer, an optimizer, a variable, random numbers.
+        on_made: If set, called before a layer or an optimizer is created.
         loading: True while a call that loads weights is running; only the outermost one counts.
         optimizers: The built optimizers and their variables, both as weak references.
         restart: Restores process-wide sources of draws; see `_upstream.remembered_draws`.
@@ -167,11 +167,6 @@ class Recording:
         self._hashed: dict[str, FileReader] = {}  # by absolute path, in the state in which they were hashed
         self._rejected: LazyModelError | None = None
         self._decoded: dict[str, DecodedCheckpoint | None] = {}  # by folder
-
-    def of_keras(self) -> None:
-        """Calls `on_made`, if set."""
-        if self.on_made is not None:
-            self.on_made()
 
     def of(self, variable: Any) -> RecordedVariable | None:
         """Returns the record of a variable; None if it has none."""
@@ -433,7 +428,6 @@ def _initialize(
     *rest: Any,
     **options: Any,
 ) -> None:
-    recording.of_keras()
     ours = recording.is_outermost()
     if ours and not callable(initializer) and not isinstance(initializer, str):
         # Keras does not create a variable from an array in a StatelessScope, but from an initializer that returns it.
