@@ -420,7 +420,7 @@ def test_large_ones_that_only_the_host_can_compute_are_named(mesh8: Mesh) -> Non
             same(expected, run(fresh, lambda build, way=way: way(build, mesh8)), what)
         (warning,) = caught
         assert re.search(r"4 variables .* 1.00 MiB .*weight_2/kernel", str(warning.message))
-        assert warning.filename == __file__
+        assert warning.filename in (__file__, in_block.__code__.co_filename)  # who calls the library
 
 
 @pytest.mark.filterwarnings("ignore:.* left a traced")
