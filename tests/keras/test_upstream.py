@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import jax
 import keras
 import keras_hub
 import numpy as np
@@ -64,14 +65,120 @@ def test_what_is_patched_is_there() -> None:
         assert vars(_upstream.OPS)[name] is getattr(keras.ops, name)
 
 
+def test_weights_are_read_through_the_store_that_is_patched(tmp_path: Path) -> None:
+    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(2)])
+    model.save_weights(tmp_path / "m.weights.h5")
+    store = saving_lib.H5IOStore(tmp_path / "m.weights.h5", mode="r")
+    store.get("layers/dense")
+    assert store._h5_entry_group["0"].name == "/layers/dense/vars/0"
+    store.close()
+
+
+def test_undone_draws() -> None:
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(0)
+    with _upstream.undone_draws():
+        first = keras.layers.Dense(2)
+    second = keras.layers.Dense(2)
+    assert first.name == second.name == "dense"
+    assert first.kernel_initializer.seed == second.kernel_initializer.seed
+    keras.utils.clear_session()
+    assert _upstream.automatic_name(keras.layers.BatchNormalization) == keras.layers.BatchNormalization().name
+
+
+def test_every_optimizer_is_built_through_the_method_that_is_patched() -> None:
+    assert issubclass(keras.optimizers.Optimizer, _upstream.OptimizerBase)
+    variable = keras.Variable(np.zeros(3))
+    for name in ("Adam", "Adafactor", "SGD", "Muon"):
+        optimizer = getattr(keras.optimizers, name)()
+        optimizer.build([variable])
+        slots = [slots for slots in vars(optimizer).values() if isinstance(slots, list) and len(slots) == 1]
+        assert name == "SGD" or any(slot.shape == (3,) and slot is not variable for (slot,) in slots)
+
+
+def test_what_is_compiled_is_closed_over_by_the_functions_that_models_keep() -> None:
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
+    model.compile("adam", "mse", metrics=["mae"], steps_per_execution=2)
+    assert not _upstream.is_built(model)
+    _upstream.build_for(model, (np.zeros((1, 2), "float32"), np.zeros((1, 2), "float32")))
+    assert _upstream.is_built(model)
+    assert len(model.metrics_variables) == 4
+    model.make_train_function()
+    model.make_predict_function()
+    jitted = [_upstream.jitted_cells(function) for function in (model.train_function, model.predict_function)]
+    names = [sorted(cell.cell_contents.__name__ for cell in cells) for cells in jitted]
+    assert names == [["train_step"], ["concatenate", "predict_step"]]
+
+
+def test_a_call_of_a_jitted_function_is_seen_and_not_made() -> None:
+    state = keras.Variable(np.ones(2, "float32"))
+    jitted = jax.jit(lambda inputs, state: 1 / 0)
+
+    def function(inputs: Any) -> Any:
+        return jitted(inputs, state=state.value)
+
+    found, args, kwargs = _upstream.call_of_jitted(function, (3,), {})
+    assert found is jitted
+    assert args == (3,)
+    assert kwargs["state"] is state.value
+    with pytest.raises(ZeroDivisionError):
+        function(3)
+
+
+def test_values_of_abstract_variables_are_those_of_the_scope_or_of_their_initializer() -> None:
+    class Scope(keras.StatelessScope):
+        def get_current_value(self, variable: Any) -> Any:
+            return "described" if variable is known else None
+
+    with _upstream.no_pending_variables(), keras.StatelessScope(initialize_variables=False):
+        known, other = (keras.Variable("ones", shape=(2,)) for _ in range(2))
+        _upstream.not_pending(known)
+        _upstream.not_pending(other)
+    with _upstream.initialized_by([(known, mock.Mock()), (other, mock.Mock(side_effect=LookupError))]), Scope():
+        assert known.value == "described"
+        with pytest.raises(LookupError):
+            _ = other.value
+    np.testing.assert_array_equal(other.value, np.ones(2))
+
+
+def test_arrays_that_are_committed_to_no_device() -> None:
+    array = jax.device_put(np.arange(4.0), jax.devices()[0])
+    assert array.committed
+    found = _upstream.uncommitted(array)
+    assert not found.committed
+    assert found.unsafe_buffer_pointer() == array.unsafe_buffer_pointer()
+    np.testing.assert_array_equal(jax.jit(lambda x: x + 1, donate_argnums=0)(found), np.arange(1.0, 5.0))
+
+
 def test_kerashub_forgets_the_dtype_of_quantized_backbones() -> None:
     """Once it does not, `_record/weight_files`'s saved policies are not needed."""
     loader = _upstream.preset_loader_class()
     assert loader({}, {}).get_backbone_kwargs(trainable=True) == ({"dtype": None}, {"trainable": True})
 
 
+def test_what_gpt_oss_is_decoded_with_is_all_that_its_converter_makes_of_samples() -> None:
+    """KerasHub's converter assigns what it decodes, transposed, and asks for nothing else of the experts' numbers."""
+    layer, backbone, loader = mock.MagicMock(), mock.MagicMock(num_layers=1), mock.MagicMock()
+    backbone.transformer_layers = [layer]
+    blocks, scales = np.full((1, 3, 1, 16), 0x42, np.uint8), np.full((1, 3, 1), 128, np.uint8)
+    loader.get_tensor = lambda name: {"blocks": blocks, "scales": scales}.get(name.rpartition("_")[2])
+    _upstream.gpt_oss_converter().convert_weights(backbone, loader, {})
+    for variable in (layer.sparse_moe_block.experts.gate_up_proj, layer.sparse_moe_block.experts.down_proj):
+        ((assigned,), _) = variable.assign.call_args
+        np.testing.assert_array_equal(assigned, np.tile(np.float32([2, 4] * 16)[:, None], (1, 1, 3)))
+
+
 def test_the_writer_of_hugging_face_folders_makes_arrays_with_the_function_that_is_replaced() -> None:
     assert hasattr(_upstream.exporter(), _upstream.EXPORTED)
+
+
+def test_keyword_arguments_that_nobody_took_end_in_a_functional_model() -> None:
+    cls, config = keras_hub.models.BertBackbone, {"vocabulary_size": 8, "num_layers": 1, "num_heads": 1}
+    cls(**config, hidden_dim=2, intermediate_dim=2, mseh=3)
+    stop = mock.patch.object(_upstream.Functional, "__init__", side_effect=LookupError)
+    with stop as end, pytest.raises(LookupError):
+        cls(**config, hidden_dim=2, intermediate_dim=2, mseh=3)
+    assert end.call_args.kwargs["mseh"] == 3
 
 
 def test_shards_are_found_through_the_index_that_is_replaced(tmp_path) -> None:
