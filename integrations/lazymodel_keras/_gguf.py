@@ -407,8 +407,8 @@ def plain_tensors(row: Architecture, found: Settings, stored: Checkpoint) -> tup
             add(plain_name.format(one[2]), source)
         elif name.endswith("_exps"):
             if (shape := stored.describe(source).shape)[:1] != (experts,):
-                expected = f"expected {experts} experts, as in its metadata"
-                raise CheckpointError(f"tensor {source!r} of {stored.path}: {expected}, found shape {shape}")
+                where = f"tensor {source!r} of {stored.path}"
+                raise CheckpointError(f"{where}: expected {experts} experts as in its metadata, found {shape}")
             for index in range(experts):
                 add(plain_name.format(index), source, lambda tensor, index=index: tensor[index])
         elif name == "ffn_gate_inp_shexp":

@@ -54,7 +54,7 @@ _CONTAINERS = (tuple, list, dict, type(None), None, collections.OrderedDict)
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
 # Packages whose objects and functions are not searched: their internal state contains traces.
-_OWN = ("jax", "jaxlib", "numpy", "lazymodel")
+_OWN = ("jax", "jaxlib", "numpy")
 # How to make a pytree of an object, by its package.
 _PYTREE_HINTS = {
     "penzai": "call `pz.unbind_params(model, freeze=True)` in the function and return its result: the model without "
@@ -209,6 +209,7 @@ def watched(build: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Gener
     own package that it calls, and caches among them.
     """
     yield
+    build = inspect.unwrap(build) if isinstance(build, types.FunctionType) else build
     function = build
     while isinstance(function, functools.partial):
         function = cast("functools.partial[Any]", function).func
