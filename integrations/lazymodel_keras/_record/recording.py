@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import os
 import sys
 import time
@@ -400,6 +401,7 @@ def session(recording: Recording) -> Generator[Recording]:
     try:
         with recording_patches.needed(), _upstream.no_pending_variables(), recording.scope, activated(recording):
             yield recording
+            gc.collect(1)  # variables in cycles that Keras dropped, which would be there in one run and not in another
             recording.initialize_waiting()
     finally:
         recording.end()
