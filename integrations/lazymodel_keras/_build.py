@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import inspect
 import re
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, TypedDict
 
 import jax
@@ -51,7 +50,7 @@ from lazymodel_keras._model.keras_object import (
     model_variables,
 )
 from lazymodel_keras._record.patches import SharedPatches, active, while_recording
-from lazymodel_keras._record.recording import OpenedFile, Recording, session
+from lazymodel_keras._record.recording import OpenedFile, Recording, quick_collections, session
 from lazymodel_keras._record.weight_files import Leftovers, known_layers
 
 # Keras' layers in these modes have no LoRA, or not before calibration.
@@ -177,7 +176,7 @@ def quantize(model: Any, how: Any, filters: Filters = None) -> None:
         raise LazyModelError(f"{model.name} has LoRA pairs already, at {adapted[0].path}; quantize comes before lora")
     options: dict[str, Any] = {"mode": how} if isinstance(how, str) else {"config": how}
     try:
-        with _patches.needed(), lazy_operations.needed(), _quick_collections():
+        with _patches.needed(), lazy_operations.needed(), quick_collections():
             model.quantize(**options, filters=filters)
     except (ValueError, TypeError) as error:
         raise LazyModelError(f"Keras cannot quantize {model.name} with {how!r}: {error}") from error
@@ -186,23 +185,6 @@ def quantize(model: Any, how: Any, filters: Filters = None) -> None:
             f"quantize({how!r}) changes nothing: none of the layers of {model.name}"
             f"{'' if filters is None else ' that the filters let through'} is one that Keras quantizes"
         )
-
-
-@contextlib.contextmanager
-def _quick_collections() -> Generator[None]:
-    """Keeps the garbage collector from checking existing objects.
-
-    Keras collects garbage whenever a layer releases a variable, to free its memory at once: half a second for each
-    layer of a large program. Abstract variables have no memory.
-    """
-    if gc.get_freeze_count():
-        yield  # frozen by other code, which we must not undo
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 # Keras' quantization functions ---------------------------------------------------------------------------------------

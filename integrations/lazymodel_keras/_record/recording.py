@@ -391,6 +391,23 @@ def recording_problem() -> str:
 
 
 @contextlib.contextmanager
+def quick_collections() -> Generator[None]:
+    """Keeps the garbage collector from checking objects that exist already.
+
+    Keras also collects garbage whenever a layer releases a variable, to free its memory at once: half a second for each
+    layer of a large program. Abstract variables have no memory.
+    """
+    if gc.get_freeze_count():
+        yield  # frozen by other code, which we must not undo
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextlib.contextmanager
 def session(recording: Recording) -> Generator[Recording]:
     """Records this thread's Keras code within the block; one recording may have several such blocks.
 
@@ -399,9 +416,15 @@ def session(recording: Recording) -> Generator[Recording]:
     if problem := recording_problem():
         raise LazyModelError(problem)
     try:
-        with recording_patches.needed(), _upstream.no_pending_variables(), recording.scope, activated(recording):
+        with (
+            recording_patches.needed(),
+            quick_collections(),
+            _upstream.no_pending_variables(),
+            recording.scope,
+            activated(recording),
+        ):
             yield recording
-            gc.collect(1)  # variables in cycles that Keras dropped, which would be there in one run and not in another
+            gc.collect()  # variables in cycles that Keras dropped, which would be there in one run and not in another
             recording.initialize_waiting()
     finally:
         recording.end()

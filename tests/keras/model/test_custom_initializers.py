@@ -314,7 +314,7 @@ def test_whenever_garbage_is_collected() -> None:
     """Keras drops copies of generators within cycles; their states are in no model, collected already or not."""
     before = gc.get_threshold()
     try:
-        for young in range(50, 1200, 75):
+        for young in range(50, 500, 75):
             gc.set_threshold(young, 3, 3)
             run(CASES["generators"], materialized_twice)
     finally:
