@@ -408,7 +408,7 @@ def plain_tensors(row: Architecture, found: Settings, stored: Checkpoint) -> tup
         elif name.endswith("_exps"):
             if (shape := stored.describe(source).shape)[:1] != (experts,):
                 where = f"tensor {source!r} of {stored.path}"
-                raise CheckpointError(f"{where}: expected {experts} experts as in its metadata, found {shape}")
+                raise CheckpointError(f"{where}: expected {experts} experts, as in its metadata, found shape {shape}")
             for index in range(experts):
                 add(plain_name.format(index), source, lambda tensor, index=index: tensor[index])
         elif name == "ffn_gate_inp_shexp":
