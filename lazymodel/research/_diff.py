@@ -241,6 +241,8 @@ def _of_block(a: np.ndarray, b: np.ndarray) -> _Block:
     if a.dtype == b.dtype:
         bits = np.dtype((np.void, a.itemsize)) if a.itemsize > 8 else np.dtype(f"u{a.itemsize}")
         unequal = a.view(bits) != b.view(bits)
+    elif a.dtype.kind in "iu" and b.dtype.kind in "iu":
+        unequal = a != b  # exact, also where long doubles have fewer bits than these
     else:
         x, y = a.astype(common), b.astype(common)
         unequal = (x != y) & ~(np.isnan(x) & np.isnan(y))
