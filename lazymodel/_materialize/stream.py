@@ -17,6 +17,7 @@ continue to read. Only then are a job's bytes released and its buffers reused.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import functools
@@ -124,17 +125,28 @@ def stream(
     limit = default_budget() if max_host_memory is None else max_host_memory
     threads = max(2, min(_THREADS, cores()))  # two on one core as well: one reads while the other waits for a disk
     ranges = [each for plan in plans for each in required_ranges(plan.tensor, plan.boxes.boxes)]
-    ahead, workspace = min(AHEAD, limit // 4) if ranges else 0, min(WORKSPACE, limit // (4 * threads))
-    budget = limit - ahead - threads * workspace
+    ahead, workspace, budget = _divided(limit, threads, bool(ranges))
     for plan in plans:
-        # For one element, and for filling it.
-        if (needed := plan.scratch_nbytes(workspace) + plan.item.dtype.itemsize) > budget:
+        if (needed := plan.least_nbytes(workspace)) > budget:
+
+            def enough(limit: int) -> bool:
+                _, workspace, budget = _divided(limit, threads, bool(ranges))
+                return all(plan.least_nbytes(workspace) <= budget for plan in plans)
+
+            # At least half of a limit remains as budget, so twice the need is enough, plus rounding.
+            most = 2 * max(plan.least_nbytes(0) for plan in plans) + 4
             raise CheckpointError(
                 f"{plan.item.path!r} from {where(plan.tensor)}: reading any of it takes {format_bytes(needed)} at "
                 f"once, and max_host_memory={format_bytes(limit)} leaves {format_bytes(budget)}. Give at least "
-                f"{2 * max(plan.scratch_nbytes(0) + plan.item.dtype.itemsize for plan in plans) + 4} bytes."
+                f"{bisect.bisect_left(range(most), True, key=enough)} bytes."
             )
     return _Stream(plans, budget, [Workspace(workspace) for _ in range(threads)], on_bytes, hold).arrays(ranges, ahead)
+
+
+def _divided(limit: int, threads: int, remote: bool) -> tuple[int, int, int]:
+    """A limit of host memory as bytes to prefetch, of each thread's workspace, and of the budget of the jobs."""
+    ahead, workspace = min(AHEAD, limit // 4) if remote else 0, min(WORKSPACE, limit // (4 * threads))
+    return ahead, workspace, limit - ahead - threads * workspace
 
 
 @dataclasses.dataclass(eq=False)
@@ -164,6 +176,10 @@ class _Plan:
         """Bytes that a thread needs beyond its workspace."""
         unit = self.tensor.source.min_scratch_nbytes
         return unit if unit > workspace else 0
+
+    def least_nbytes(self, workspace: int) -> int:
+        """Bytes to read one element."""
+        return self.scratch_nbytes(workspace) + self.item.dtype.itemsize
 
     def take(self) -> jax.Array:
         """The finished array; keeps no reference to it."""

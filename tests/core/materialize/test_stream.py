@@ -260,18 +260,20 @@ def test_shards_of_any_size_reach_other_devices_under_any_budget(tmp_path: Path,
 
 
 def test_what_cannot_be_read_within_the_budget_is_refused_at_once(tmp_path: Path, mesh1: Mesh) -> None:
-    """The chunk of a compressed file is read as one; the error names a budget that is enough."""
+    """The chunk of a compressed file is read as one; the error names the least budget, which is enough."""
     values = np.arange(512 * 512, dtype=np.float32).reshape(512, 512)
     with h5py.File(tmp_path / "model.weights.h5", "w") as file:
         file.create_dataset("kernel", data=values, chunks=values.shape, compression="lzf", shuffle=True)
     checkpoint = lm.open_checkpoint(tmp_path / "model.weights.h5")
     model = model_of(checkpoint, NamedSharding(mesh1, P("x")))
-    with pytest.raises(lm.CheckpointError, match=r"'kernel' .*model\.weights\.h5.*Give at least") as caught:
+    with pytest.raises(lm.CheckpointError, match=r"'kernel' .*model\.weights\.h5.*MiB at once.*Give at least") as caught:
         model.materialize(checkpoint, max_host_memory=1 << 20)
     least = int(re.findall(r"Give at least (\d+) bytes", str(caught.value))[0])
     assert_shards_equal(model.materialize(checkpoint, max_host_memory=least)["kernel"], values)
     with pytest.raises(lm.CheckpointError, match=f"Give at least {least} bytes"):
-        next(model.stream(checkpoint, max_host_memory=least // 2))
+        model.materialize(checkpoint, max_host_memory=least - 1)
+    with pytest.raises(lm.CheckpointError, match=f"Give at least {least} bytes"):
+        next(model.stream(checkpoint, max_host_memory=least - 1))
 
 
 # --- few calls --------------------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def test_runs_are_copied_out_of_a_map(file: Path, mesh8: Mesh, calls: Calls) -> 
             pytest.skip("the file system here grants no leases")
     np.testing.assert_array_equal(load(file, mesh8, written=False), VALUES)
     np.testing.assert_array_equal(load(file, mesh8, np.float32, written=False), VALUES.astype(np.float32))
-    assert max(calls, default=1) == 1  # nothing is scattered
+    assert set(calls) <= {1} and len(calls) <= 8, calls  # few contiguous reads: nothing is scattered
 
 
 @pytest.mark.parametrize(("dtype", "budget"), [(np.float32, None), (np.uint32, 2_200_000)])
@@ -87,7 +87,7 @@ def test_conversions_and_little_memory_are_staged(
     dtype: Any, budget: int | None, file: Path, mesh8: Mesh, calls: Calls
 ) -> None:
     np.testing.assert_array_equal(load(file, mesh8, dtype, max_host_memory=budget), VALUES.astype(dtype))
-    assert max(calls, default=1) == 1  # nothing is scattered
+    assert set(calls) <= {1} and len(calls) <= 8, calls  # few contiguous reads: nothing is scattered
 
 
 def test_reads_go_on_after_a_short_or_interrupted_one(file: Path, mesh8: Mesh, calls: Calls) -> None:
