@@ -266,7 +266,9 @@ def test_what_cannot_be_read_within_the_budget_is_refused_at_once(tmp_path: Path
         file.create_dataset("kernel", data=values, chunks=values.shape, compression="lzf", shuffle=True)
     checkpoint = lm.open_checkpoint(tmp_path / "model.weights.h5")
     model = model_of(checkpoint, NamedSharding(mesh1, P("x")))
-    with pytest.raises(lm.CheckpointError, match=r"'kernel' .*model\.weights\.h5.*MiB at once.*Give at least") as caught:
+    with pytest.raises(
+        lm.CheckpointError, match=r"'kernel' .*model\.weights\.h5.*MiB at once.*Give at least"
+    ) as caught:
         model.materialize(checkpoint, max_host_memory=1 << 20)
     least = int(re.findall(r"Give at least (\d+) bytes", str(caught.value))[0])
     assert_shards_equal(model.materialize(checkpoint, max_host_memory=least)["kernel"], values)
