@@ -121,7 +121,7 @@ class Store:
         self._pages: set[str] = {url.key} if url.folder and not self.lists else set()  # keys known not to be files
         self.retries = Retries(self.options.pop("retry_config", None))
         self._client: dict[str, Any] = dict(self.options.pop("client_options", None) or {})
-        self._obstore = _import_obstore()
+        self._obstore = _import_obstore(url.text)
         self.repository: Repository | None = None
         if url.kind == "hf":
             self.repository = Repository(url.root, url.revision)
@@ -473,12 +473,12 @@ def _differs(known: Object, found: Object) -> bool:
     return known.modified is not None and known.modified != found.modified
 
 
-def _import_obstore() -> Any:
+def _import_obstore(url: str) -> Any:
     try:
         import obstore
     except ImportError:
         raise CheckpointError(
-            "reading from a URL needs obstore, which is not installed: pip install 'lazymodel[remote]'"
+            f"{url}: reading from a URL needs obstore, which is not installed: pip install 'lazymodel[remote]'"
         ) from None
     return obstore
 

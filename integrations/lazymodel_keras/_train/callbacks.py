@@ -21,11 +21,12 @@ import keras
 import lazymodel
 from lazymodel import CheckpointError, LazyModelError, open_checkpoint, save_step
 from lazymodel._remote.path import RemotePath
-from lazymodel._remote.url import shown
+from lazymodel._remote.url import is_url, shown
 from lazymodel._save.remote import check_writable
 from lazymodel.checkpoints._checkpoint import KEY, described, is_nothing, place_of, read_described
 from lazymodel.checkpoints._open import located
 from lazymodel.checkpoints._untrusted import read_json_file, read_json_object
+from lazymodel_keras._record.remote import has_obstore
 from lazymodel_keras._train.restore import step_folder
 
 _Stock: Any = getattr(keras.callbacks, "OrbaxCheckpoint", keras.callbacks.Callback)
@@ -46,7 +47,7 @@ class TrainingCheckpoint(_Stock):
     Args:
         directory: A folder to save to. It may be relative to the current folder at this time, or begin with `~`; the
             stock callback never commits a step to such a folder. Or a URL that begins with `s3://`, `gs://` or `az://`,
-            which needs obstore.
+            which needs obstore; without it Orbax saves, and only to `gs://`.
         metadata: Further values to save, in types of JSON: a mapping, or a function that is called at each save.
         storage_options: For a URL: as in `lazymodel.open_checkpoint`.
         **options: Options of the stock callback, such as `save_freq`, `max_to_keep`, `monitor` and `save_best_only`.
@@ -75,7 +76,8 @@ class TrainingCheckpoint(_Stock):
                 f"Keras {keras.__version__} has no keras.callbacks.OrbaxCheckpoint; upgrade it: pip install -U keras"
             )
         where = os.path.expanduser(os.fspath(directory))
-        if isinstance(place := place_of(where, storage_options), RemotePath):
+        place = where if is_url(where) and not has_obstore() else place_of(where, storage_options)
+        if isinstance(place, RemotePath):
             check_writable(place)
             # The stock callback creates an Orbax checkpointer at once, which only takes a folder on a disk. Nothing is
             # saved in the background: the next batch's update may donate the arrays that are read.
@@ -84,6 +86,8 @@ class TrainingCheckpoint(_Stock):
                 self.checkpointer.close()
             self.directory = where
             self.checkpointer = _RemoteSteps(where, max_to_keep=self.max_to_keep, storage_options=storage_options)
+        elif isinstance(place, str):
+            self._save_with_orbax(where, options)
         else:
             super().__init__(os.path.abspath(where), **options)  # Orbax fails to write to a relative folder
         self.checkpointer = _Describing(self.checkpointer, self._describe, shown(self.directory))
@@ -91,6 +95,16 @@ class TrainingCheckpoint(_Stock):
         self._epoch = self._batch = self._trained = 0
         # (batches taken from the data, its state then), from the last batch trained on to the last batch taken.
         self._states: collections.deque[tuple[int, Any]] = collections.deque()
+
+    def _save_with_orbax(self, url: str, options: dict[str, Any]) -> None:
+        try:
+            super().__init__(url, **options)
+        except Exception as error:  # of many types: Orbax' own, and those of the libraries that access buckets
+            reason = str(error).replace(url, shown(url)).partition("\n")[0]
+            raise LazyModelError(
+                f"Orbax, which saves the steps without obstore, cannot save to {shown(url)}: {reason}. Install "
+                "obstore, with which s3://, gs:// and az:// are saved to: pip install 'lazymodel[remote]'"
+            ) from None  # it may show a signing query
 
     def data(self, iterator: Any) -> Iterator[Any]:
         """The batches of an iterator, for `fit`; its state is recorded after each.

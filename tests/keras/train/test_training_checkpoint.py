@@ -374,22 +374,40 @@ def test_a_run_that_is_killed_goes_on_elsewhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("where", "options", "message"),
     [
-        ("https://host/run", {}, "https://host/run.*s3://, gs:// or az://"),
+        ("https://host/run", {}, "cannot save to https://host/run.*s3://, gs:// or az://"),
         ("s3://bucket/run?X-Amz-Signature=SECRET", {}, "s3://bucket/run: expected a URL without"),
         ("folder", {"storage_options": {"region": "eu"}}, "storage_options are for URLs"),
-        ("s3://bucket/run", None, r"pip install 'lazymodel\[remote\]'"),
     ],
 )
 def test_places_that_are_refused_at_once(
-    where: str, options: dict[str, Any] | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: str, options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("obstore")
-    if options is None:  # there is none
-        monkeypatch.setitem(sys.modules, "obstore", None)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(lm.LazyModelError, match=message) as raised:
-        lk.TrainingCheckpoint(where, **options or {})
+        lk.TrainingCheckpoint(where, **options)
     assert "SECRET" not in str(raised.value)
+
+
+def test_without_obstore_a_url_that_orbax_cannot_save_to_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(lm.LazyModelError, match=r"s3://bucket/run: .*pip install 'lazymodel\[remote\]'") as raised:
+        lk.TrainingCheckpoint("s3://bucket/run?X-Amz-Signature=SECRET")
+    assert "SECRET" not in str(raised.value)
+    assert raised.value.__suppress_context__
+
+
+def test_without_obstore_orbax_saves_to_buckets_of_google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = keras.callbacks.OrbaxCheckpoint.__init__
+
+    def on_a_disk(self: Any, directory: str, **options: Any) -> None:
+        stock(self, str(tmp_path / directory.removeprefix("gs://")), **options)
+
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    monkeypatch.setattr(keras.callbacks.OrbaxCheckpoint, "__init__", on_a_disk)
+    model = fit(lk.TrainingCheckpoint("gs://bucket/run", metadata={"run": 7}), epochs=1)
+    assert lk.training_state(tmp_path / "bucket" / "run").metadata == {"run": 7}
+    assert_same_state(state(model), lk.restore(seeded(net, 1), tmp_path / "bucket" / "run"))
 
 
 def test_a_step_of_orbax_would_hide_one_in_a_bucket(runs: Runs) -> None:
