@@ -25,12 +25,12 @@ from typing import Any, Self, cast
 import jax
 from jax.sharding import Sharding
 
-from lazymodel._abstract.arrays import Placement, resident_nbytes, stays_on_host
 from lazymodel._abstract.framework import AnyModel, LoweredFunction, ModelSpec
+from lazymodel._abstract.variable import Placement, resident_nbytes, stays_on_host
 from lazymodel._devices.hardware import CompiledMemory, compile_lowered, device_memory, memory_of
 from lazymodel._errors import DoesNotFitError, LazyModelError
+from lazymodel._show.progress import Timeline
 from lazymodel._show.text import format_bytes
-from lazymodel._show.timeline import Timeline
 
 INIT, FORWARD, PREDICT, TRAIN, GENERATE = "init", "forward", "predict", "train", "generate"
 _OWN = (PREDICT, TRAIN, GENERATE)  # a model's own functions, whose arguments are given as examples or sizes

@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lazymodel._abstract.arrays import NUMBERS
 from lazymodel._abstract.framework import ModelSpec
-from lazymodel._abstract.variable import flatten_paths
+from lazymodel._abstract.variable import NUMBERS, flatten_paths
 from lazymodel._errors import CheckpointError, LazyModelError
 from lazymodel._mapping.match import MappedCheckpoint
 from lazymodel.checkpoints._checkpoint import KEY, Checkpoint, TrainingState, find_step, place_of, read_described

@@ -19,8 +19,8 @@ from jax.sharding import Sharding
 from lazymodel._abstract.variable import AbstractVariable, on_device, path_text
 from lazymodel._errors import LazyModelError
 from lazymodel._programs.programs import InitRecipe, ProgramCache
+from lazymodel._show.progress import Span
 from lazymodel._show.text import closest
-from lazymodel._show.timeline import Span
 from lazymodel._tensors.shards import MismatchedTensor, StoredTensor
 
 

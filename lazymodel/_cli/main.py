@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import jax
 
-from lazymodel._abstract.arrays import named
+from lazymodel._abstract.variable import named
 from lazymodel._cli.output import (
     JSON,
     STORAGE_OPTION,

@@ -23,8 +23,7 @@ from jax.sharding import AbstractMesh, AxisType
 from rich.console import Console
 from rich.markup import escape
 
-from lazymodel._abstract.arrays import named
-from lazymodel._abstract.variable import PINNED_HOST
+from lazymodel._abstract.variable import PINNED_HOST, named
 from lazymodel._cli.output import (
     JSON,
     STORAGE_OPTION,

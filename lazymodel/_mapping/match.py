@@ -25,9 +25,8 @@ from typing import Any, cast
 import jax
 import numpy as np
 
-from lazymodel._abstract.arrays import ARRAYS, lazy_array, named_leaves, refuse_deleted
 from lazymodel._abstract.framework import ModelSpec
-from lazymodel._abstract.variable import AbstractVariable
+from lazymodel._abstract.variable import ARRAYS, AbstractVariable, lazy_array, named_leaves, refuse_deleted
 from lazymodel._errors import CheckpointError, LazyModelError, warn
 from lazymodel._programs.jaxprs import is_key, key_data
 from lazymodel._programs.programs import CHUNK, ChunkedInit, InitRecipe, ProgramCache, chunked_init, run_recipes

@@ -19,9 +19,8 @@ import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import Sharding
 
-from lazymodel._abstract.arrays import device_shardings, host_array, is_narrowed, stays_on_host
 from lazymodel._abstract.framework import ModelSpec
-from lazymodel._abstract.variable import AbstractVariable
+from lazymodel._abstract.variable import AbstractVariable, device_shardings, host_array, is_narrowed, stays_on_host
 from lazymodel._compile import Compile, Compiling, prepared
 from lazymodel._devices.collective import CollectiveScope, agreement
 from lazymodel._devices.hardware import require_live
@@ -43,9 +42,8 @@ from lazymodel._programs.jaxprs import as_keys, is_weak, with_weak_type
 from lazymodel._programs.programs import run_recipes
 from lazymodel._remote.requests import REQUESTS
 from lazymodel._remote.url import is_url
-from lazymodel._show.progress import Progress, ProgressTo, ReportTo, delivery, progress_for
+from lazymodel._show.progress import Progress, ProgressTo, ReportTo, Timeline, delivery, progress_for
 from lazymodel._show.text import listed, parse_budget
-from lazymodel._show.timeline import Timeline
 from lazymodel._tensors.buffers import default_budget, parallel
 from lazymodel._tensors.byte_reader import BYTES_READ, ByteReader
 from lazymodel._tensors.casting import SAFE
@@ -218,7 +216,7 @@ def _make_arrays(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Runs the init programs, the stream, and what is computed from other variables.
 
-    Returns path → finished array, of JAX or (see `_abstract/arrays`) of NumPy, and measurements for the report. Init
+    Returns path → finished array, of JAX or (see `_abstract/variable`) of NumPy, and measurements for the report. Init
     programs run first: their temporaries are needed while the devices are still empty. With every unit of work it
     checks if the stage has failed elsewhere or something cannot be compiled, and then raises.
     """

@@ -19,9 +19,9 @@ from lazymodel._abstract.framework import ModelSpec
 from lazymodel._compile import CompiledProgram
 from lazymodel._mapping.match import LoadPlan
 from lazymodel._show.page import Grid, Section, Treemap
+from lazymodel._show.progress import Timeline
 from lazymodel._show.table import ACTIONS, Column, Report, Table, shape_text
 from lazymodel._show.text import folded_names, format_bytes, listed, plural
-from lazymodel._show.timeline import Timeline
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.shards import (
     MismatchedTensor,

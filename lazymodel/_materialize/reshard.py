@@ -22,18 +22,16 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from lazymodel._abstract.arrays import adapters
 from lazymodel._abstract.framework import ModelSpec
-from lazymodel._abstract.variable import AbstractVariable, flatten_paths, in_memory, is_offloaded, on_device
+from lazymodel._abstract.variable import AbstractVariable, adapters, flatten_paths, in_memory, is_offloaded, on_device
 from lazymodel._devices.collective import CollectiveScope, agreement
 from lazymodel._devices.hardware import is_live
 from lazymodel._errors import CheckpointError, LazyModelError, ShardingError
 from lazymodel._materialize.stream import StreamItem, in_file_order, stream
 from lazymodel._programs.jaxprs import as_keys, is_key, with_shards
-from lazymodel._show.progress import ProgressTo, delivery, progress_for
+from lazymodel._show.progress import ProgressTo, Timeline, delivery, progress_for
 from lazymodel._show.table import Column, Report, Table, placed_text, shape_text, spec_text
 from lazymodel._show.text import closest, format_bytes, listed, parse_bytes, plural
-from lazymodel._show.timeline import Timeline
 from lazymodel._tensors import shards
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.shards import (

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
-from lazymodel._abstract.arrays import Placement, stays_on_host
 from lazymodel._abstract.framework import ModelSpec
+from lazymodel._abstract.variable import Placement, stays_on_host
 from lazymodel._errors import LazyModelError
 from lazymodel._mapping.match import LoadPlan
 from lazymodel._show.text import format_bytes, parse_bytes

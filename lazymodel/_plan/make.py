@@ -19,16 +19,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from lazymodel._abstract.arrays import (
+from lazymodel._abstract.framework import ModelSpec, PlannedFunction
+from lazymodel._abstract.variable import (
     Placement,
     Signature,
     device_shardings,
+    is_offloaded,
     offloaded_nbytes,
+    on_device,
     resident_nbytes,
     stays_on_host,
 )
-from lazymodel._abstract.framework import ModelSpec, PlannedFunction
-from lazymodel._abstract.variable import is_offloaded, on_device
 from lazymodel._compile import Compile, lower
 from lazymodel._devices.hardware import (
     CompiledMemory,

@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, cast
 
-from lazymodel._abstract.arrays import resident_nbytes
 from lazymodel._abstract.framework import ModelSpec
+from lazymodel._abstract.variable import resident_nbytes
 from lazymodel._compile import Compile
 from lazymodel._devices.hardware import (
     arithmetic_mesh,

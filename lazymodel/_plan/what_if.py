@@ -21,9 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
-from lazymodel._abstract.arrays import offloaded_nbytes, resident_nbytes, stays_on_host
 from lazymodel._abstract.framework import ModelSpec
-from lazymodel._abstract.variable import in_memory, is_offloaded
+from lazymodel._abstract.variable import in_memory, is_offloaded, offloaded_nbytes, resident_nbytes, stays_on_host
 from lazymodel._errors import LazyModelError
 from lazymodel._sharding.describe import describe
 from lazymodel._sharding.roles import HEADS

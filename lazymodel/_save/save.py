@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lazymodel._abstract.arrays import ARRAYS, NUMBERS, lazy_array, named_arrays
 from lazymodel._abstract.framework import ModelSpec
+from lazymodel._abstract.variable import ARRAYS, NUMBERS, lazy_array, named_arrays
 from lazymodel._devices.collective import agreement
 from lazymodel._errors import CheckpointError, LazyModelError, warn
 from lazymodel._mapping.match import model_values

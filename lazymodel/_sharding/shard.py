@@ -15,13 +15,23 @@ from typing import Any, Literal, Protocol, TypeAlias, cast, overload, runtime_ch
 from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from lazymodel._abstract.arrays import device_nbytes, kept_on_host, offloaded_nbytes, stays_on_host
 from lazymodel._abstract.framework import AnyModel, ModelSpec
-from lazymodel._abstract.variable import AbstractVariable, Reason, in_memory, matched_paths, rule_path
+from lazymodel._abstract.variable import (
+    AbstractVariable,
+    Reason,
+    device_nbytes,
+    in_memory,
+    kept_on_host,
+    matched_paths,
+    offloaded_nbytes,
+    rule_path,
+    stays_on_host,
+)
 from lazymodel._errors import ShardingError, warn
 from lazymodel._sharding.auto import Auto, auto, trimmed
 from lazymodel._sharding.describe import describe
 from lazymodel._sharding.roles import Host, Role, flat_axes
+from lazymodel._show.progress import Span
 from lazymodel._show.table import Column, Report, Table, placed_text
 from lazymodel._show.text import (
     closest,
@@ -34,7 +44,6 @@ from lazymodel._show.text import (
     plural,
     unnumbered,
 )
-from lazymodel._show.timeline import Span
 
 
 @runtime_checkable

@@ -21,9 +21,8 @@ import jax
 import numpy as np
 from jax._src import core  # there is no public API for replacing a trace
 
-from lazymodel._abstract.arrays import is_host_variable
 from lazymodel._abstract.framework import Derived, Framework, ModelSpec
-from lazymodel._abstract.variable import AbstractVariable, PathOf, unique_paths
+from lazymodel._abstract.variable import AbstractVariable, PathOf, is_host_variable, unique_paths
 from lazymodel._abstract.variable import path_of as path_of_tree
 from lazymodel._errors import TraceError
 from lazymodel._programs.jaxprs import equations, inner_jaxprs, is_key, is_weak

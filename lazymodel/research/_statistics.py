@@ -19,9 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lazymodel._abstract.arrays import device_shardings, named_arrays
 from lazymodel._abstract.framework import ModelSpec
-from lazymodel._abstract.variable import in_memory, is_offloaded
+from lazymodel._abstract.variable import device_shardings, in_memory, is_offloaded, named_arrays
 from lazymodel._devices.hardware import require_live
 from lazymodel._errors import LazyModelError
 from lazymodel._mapping.match import flat_checkpoint, lazy_values, resolve_and_warn

@@ -172,7 +172,7 @@ def main() -> None:
 def show(
     runs: dict[tuple[str, str, str], list[dict[str, Any]]], nbytes: int, bandwidths: dict[str, float], *, as_json: bool
 ) -> None:
-    from lazymodel._show.timeline import Span, Timeline
+    from lazymodel._show.progress import Span, Timeline
 
     summary: dict[str, Any] = {}
     for (task, place, way), found in runs.items():

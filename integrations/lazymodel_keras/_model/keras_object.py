@@ -35,8 +35,8 @@ from lazymodel._errors import ShardingError, warn
 from lazymodel._mapping.match import lazy_values
 from lazymodel._programs.programs import InitRecipe
 from lazymodel._sharding.shard import check_spec, follow, follow_weights
+from lazymodel._show.progress import Span
 from lazymodel._show.text import first_of, format_bytes, listed
-from lazymodel._show.timeline import Span
 from lazymodel_keras import _upstream
 from lazymodel_keras._model.compiled import holding, inputs_of, lower
 from lazymodel_keras._record.initializers import LARGE, GivenValue

@@ -26,8 +26,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from lazymodel import AbstractModel, AbstractVariable, CheckpointError, Compile, LazyModelError, open_checkpoint
 from lazymodel._errors import warn
 from lazymodel._remote.path import Location, RemotePath
+from lazymodel._show.progress import Span
 from lazymodel._show.text import closest, folded_names, listed
-from lazymodel._show.timeline import Span
 from lazymodel._tensors.casting import SAFE, UNSAFE, check_mode
 from lazymodel._tensors.shards import misshapen
 from lazymodel.checkpoints._untrusted import read_json_file

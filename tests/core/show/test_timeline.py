@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 import lazymodel as lm
 from lazymodel._show import clock
-from lazymodel._show.timeline import Span, Timeline
+from lazymodel._show.progress import Span, Timeline
 from tests.markup import Page
 
 HOSTILE = "a[red]\x1b[31m<script>alert('x')</script>\n$&amp;"
