@@ -39,7 +39,7 @@ COMMANDS = {
     "gpt_oss": "moe_converter.py --model gpt_oss --runs 1 --json",
     "formats": "quantized.py --runs 1 --json",
     "cold_start": "cold_start.py --runs 1 --json",
-    "init": "init_compile.py --models nnx --runs 1 --check-layers 2 --check-whole-layers 0 --memory-hidden 0 --json",
+    "init": "init_compile.py --runs 1 --json",
     "abstract": "build_abstract.py --json",
 }
 VERSIONS = ("lazymodel", "jax", "flax", "keras", "keras-hub", "numpy")
@@ -123,7 +123,7 @@ def page(results: Results) -> str:
     """All that is generated, as Markdown."""
     found = {name: each["found"] for name, each in results.items()}
     ways, starts = found["stream"]["ways"], found["cold_start"]
-    layers, of = found["init"]["layers"], found["init"]["nnx"]
+    of = found["init"]
     whole, ours = of["whole_seconds"][0], of["lazymodel_seconds"][0]
     loaded = [
         [
@@ -178,7 +178,7 @@ def page(results: Results) -> str:
         "[Reduce startup time](cold_start.md).",
         where(results, "cold_start"),
         "## Building and compiling",
-        f"The init of a {layers}-layer NNX decoder: one `jax.jit` {whole:.1f} s; lazymodel "
+        f"The init of a {of['layers']}-layer NNX decoder: one `jax.jit` {whole:.1f} s; lazymodel "
         f"**{ours:.1f} s, {of['programs']} programs**.",
         table("built abstractly | billion parameters | seconds | memory", built),
         where(results, "init", "abstract"),
