@@ -39,7 +39,6 @@ from lazymodel.checkpoints._untrusted import read_json_file
 from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras import _upstream
 from lazymodel_keras._build import (
-    KerasModel,
     Keywords,
     Loading,
     Materializing,
@@ -51,7 +50,7 @@ from lazymodel_keras._build import (
     of_kind,
 )
 from lazymodel_keras._gguf import is_gguf
-from lazymodel_keras._model.keras_object import from_skeleton
+from lazymodel_keras._model.keras_object import KerasModel, from_skeleton
 from lazymodel_keras._record.patches import SharedPatches, active, collecting_patches
 from lazymodel_keras._record.recording import LoadOptions, Recording, session
 from lazymodel_keras._record.remote import check_storage_options

@@ -7,7 +7,6 @@ Keras can train on. Not responsible for the training itself, which is Keras' own
 
 Creates an `AbstractModel` from a Keras object whose variables are abstract.
 
-The future values of abstract variables, as lazy tensors, and Keras' operations that lay them out.
 """
 
 from __future__ import annotations
@@ -19,8 +18,9 @@ import gc
 import itertools
 import math
 import os
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -28,41 +28,20 @@ import keras
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
-from lazymodel import AbstractModel, CheckpointError, LazyTensor
+from lazymodel import AbstractModel, CheckpointError, LazyModelError, LazyTensor
 from lazymodel._abstract.framework import Framework, LoweredFunction, ModelSpec, Optimized, PlannedFunction
 from lazymodel._abstract.variable import AbstractVariable, Reason, rule_path, unique_paths
 from lazymodel._errors import ShardingError, warn
-from lazymodel._mapping.match import lazy_values
 from lazymodel._programs.programs import InitRecipe
 from lazymodel._sharding.shard import check_spec, follow, follow_weights
 from lazymodel._show.progress import Span
 from lazymodel._show.text import first_of, format_bytes, listed
 from lazymodel_keras import _upstream
-from lazymodel_keras._model.compiled import holding, inputs_of, lower
+from lazymodel_keras._model.compiled import check, first_batch, holding, inputs_of, lower
+from lazymodel_keras._model.layers import Filters, add_lora, check_lora, check_quantization, quantize
 from lazymodel_keras._record.initializers import LARGE, GivenValue
-from lazymodel_keras._record.patches import SharedPatches, active
-from lazymodel_keras._record.recording import RecordedVariable, Recording, record
-
-
-def slot_references(recording: Recording) -> dict[int, Any]:
-    """`id` of each optimizer variable that belongs to a model variable → that variable.
-
-    Optimizers keep state in lists that run parallel to the variables they were built for. That is true for all of
-    Keras' optimizers and for others that follow its guide. Names are not enough: Adafactor's moments have the name of
-    their variable.
-    """
-    references: dict[int, Any] = {}
-    for optimizer, owners in _optimizers(recording):
-        own = [id(variable) for variable in optimizer.variables]
-        for slots in vars(optimizer).values():
-            if not isinstance(slots, list | tuple) or len(slots) != len(owners):
-                continue
-            if [id(slot) for slot in slots] == own:
-                continue  # the list of all its variables, which has the same length by chance
-            for slot, owner in zip(slots, owners, strict=True):
-                if isinstance(slot, keras.Variable) and owner is not None and slot is not owner:
-                    references[id(slot)] = owner
-    return references
+from lazymodel_keras._record.patches import active
+from lazymodel_keras._record.recording import RecordedVariable, Recording, record, session
 
 
 def _optimizers(recording: Recording) -> Iterator[tuple[Any, list[Any]]]:
@@ -72,15 +51,31 @@ def _optimizers(recording: Recording) -> Iterator[tuple[Any, list[Any]]]:
             yield optimizer, [variable() for variable in variables]
 
 
-def optimizer_variables(recording: Recording, result: Any) -> set[int]:
-    """`id` of every variable of the built optimizers, and of those that an object was compiled with."""
+def _optimizer_state(recording: Recording, result: Any) -> dict[int, Any]:
+    """`id` of each variable of the optimizers, built or compiled with → the model variable that it belongs to, or None.
+
+    Optimizers keep state in lists that run parallel to the variables they were built for. That is true for all of
+    Keras' optimizers and for others that follow its guide. Names are not enough: Adafactor's moments have the name of
+    their variable.
+    """
     objects = result if isinstance(result, list | tuple) else (result,)
-    optimizers = [optimizer for optimizer, _ in _optimizers(recording)]
-    optimizers += [item if isinstance(item, keras.Optimizer) else getattr(item, "optimizer", None) for item in objects]
-    return {id(variable) for optimizer in optimizers for variable in getattr(optimizer, "variables", None) or ()}
+    compiled = [item if isinstance(item, keras.Optimizer) else getattr(item, "optimizer", None) for item in objects]
+    built = list(_optimizers(recording))
+    every = [*(optimizer for optimizer, _ in built), *compiled]
+    state = {id(variable): None for optimizer in every for variable in getattr(optimizer, "variables", None) or ()}
+    for optimizer, owners in built:
+        own = [id(variable) for variable in optimizer.variables]
+        for slots in vars(optimizer).values():
+            if not isinstance(slots, list | tuple) or len(slots) != len(owners):
+                continue
+            if [id(slot) for slot in slots] == own:
+                continue  # the list of all its variables, which has the same length by chance
+            pairs = [pair for pair in zip(slots, owners, strict=True) if isinstance(pair[0], keras.Variable)]
+            state |= {id(slot): owner for slot, owner in pairs if owner is not None and slot is not owner}
+    return state
 
 
-def trained_variables(recording: Recording, paths: Mapping[int, str]) -> tuple[str, ...] | None:
+def _trained_variables(recording: Recording, paths: Mapping[int, str]) -> tuple[str, ...] | None:
     """Paths, by `id`, of what the optimizers among these variables were built for; None without an optimizer."""
     found = [owners for optimizer, owners in _optimizers(recording) if any(id(v) in paths for v in optimizer.variables)]
     trained = (variable for owners in found for variable in owners if variable is not None and variable.trainable)
@@ -169,18 +164,22 @@ def _mean_square(outputs: Any, inputs: Any) -> Any:
 _SWEEP_NBYTES = 1 << 20
 
 
-class AbstractKerasObject(Framework):
-    """A Keras object whose variables are abstract, and a way to build another one like it.
+Variables: TypeAlias = "dict[str, tuple[Any, RecordedVariable]]"
+
+
+class KerasModel(Framework):
+    """Keras objects whose variables are abstract, built one after the other as they are needed.
+
+    One object is kept until it is taken, to be filled or changed. Then the next one is built like it.
 
     Attributes:
         build: Builds such an object; None if only one is needed.
-        recording: The record of building this one.
-        result: The result of the build function.
+        recording: The record of building the object.
+        result: The object, as the build function returned it.
         only_own: True to include only variables that the object holds.
-        used: True once its object has been filled.
-        given_away: True once its object was taken to be changed, so that another has to be built.
-        functions: The functions that its object has created for compiling, and their shardings by path.
-        variables: Path → variable and its record; with `only_own`, only variables that the object holds.
+        variables: Path → variable and its record; without the variable once the object was taken.
+        filled: True once an object was taken to be filled.
+        functions: The functions that the object has created for compiling, and their shardings by path.
         distribution: The `keras.distribution` that was active when it was built.
     """
 
@@ -190,13 +189,34 @@ class AbstractKerasObject(Framework):
         self, build: Callable[[], Any] | None, recording: Recording, result: Any, *, only_own: bool = False
     ) -> None:
         super().__init__(dict)
-        self.build, self.recording, self.result = build, recording, result
-        self.used = self.given_away = False
-        self.functions: dict[str, dict[str, Any]] = {}
-        self._reserved: AbstractKerasObject | None = None
-        self.only_own = only_own
-        self.variables: dict[str, tuple[Any, RecordedVariable]] = _collect(recording, result, only_own=only_own)
+        self.result: Any = result
+        self.build, self.recording, self.only_own = build, recording, only_own
+        self.variables: Variables = _collect(recording, result, only_own=only_own)
         self.distribution = keras.distribution.distribution()
+        self.functions: dict[str, dict[str, Any]] = {}
+        self.filled = self._taken = False
+
+    def unfilled(self) -> KerasModel:
+        """Itself, with an object. Another one has the names and initial values of the first, without new draws."""
+        if self._taken:
+            assert self.build is not None, "only models built by a function are built more than once"
+            with _upstream.undone_draws():
+                self.recording.restart()
+                self.recording, self.result = record(self.build, self.recording)
+            entries = _collect(self.recording, self.result).values()
+            # The order identifies a variable: names that the user's code creates may differ.
+            for (_, new), (_, first) in zip(entries, self.variables.values(), strict=True):
+                new.initial, new.value = first.initial, first.value
+            self.variables = dict(zip(self.variables, entries, strict=True))
+            self.functions, self._taken = {}, False
+        return self
+
+    def take(self, *, change: bool = False) -> tuple[Recording, Any, Variables]:
+        """The record, the object and its variables, to fill them, or to change them; keeps no reference to them."""
+        taken = self.unfilled().recording, self.result, self.variables
+        self.result, self._taken, self.filled = None, True, self.filled or not change
+        self.variables = {path: (None, copy.copy(recorded)) for path, (_, recorded) in self.variables.items()}
+        return taken
 
     def check_placed(self, variables: Mapping[str, AbstractVariable]) -> None:
         offloaded = [path for path, variable in variables.items() if variable.memory_kind is not None]
@@ -210,35 +230,19 @@ class AbstractKerasObject(Framework):
 
     def rebuild(self, arrays: Mapping[str, jax.Array]) -> Any:
         """Gives every variable its array and returns the object; each call returns a separate object."""
-        skeleton = self.upcoming()
-        self.leave()
-        for what, shardings in skeleton.functions.items():
+        recording, result, variables = self.take()
+        for what, shardings in self.functions.items():
             if any(arrays[path].sharding != sharding for path, sharding in shardings.items()):
-                setattr(skeleton.result, f"{what}_function", None)  # created again on the next call
-        for path, (variable, _) in skeleton.variables.items():
-            skeleton.recording.forget(variable)
+                setattr(result, f"{what}_function", None)  # created again on the next call
+        for path, (variable, _) in variables.items():
+            recording.forget(variable)
             replace(variable, arrays[path])
-        return skeleton.result
-
-    def upcoming(self) -> AbstractKerasObject:
-        """The object that the next `rebuild` fills: this one, or another one like it, which is kept until then."""
-        self._reserved = self._reserved or self.unfilled()
-        return self._reserved
-
-    def unfilled(self) -> AbstractKerasObject:
-        """This object, or another one like it if this one has been filled."""
-        skeleton = self.present()
-        return skeleton._another() if skeleton.used else skeleton
-
-    def leave(self) -> None:
-        """Hands `upcoming` over to a caller that fills it instead."""
-        self.used, self._reserved = True, None
+        return result
 
     @contextlib.contextmanager
     def outlined(self, structs: Mapping[str, jax.ShapeDtypeStruct]) -> Generator[Any]:
-        skeleton = self.upcoming()
-        with holding(skeleton._described(structs)):
-            yield skeleton.result
+        with holding(self.unfilled()._described(structs)):
+            yield self.result
 
     def lowered(
         self,
@@ -249,12 +253,11 @@ class AbstractKerasObject(Framework):
         batch: int | None,
         sequence: int | None,
     ) -> Sequence[LoweredFunction]:
-        skeleton = self.upcoming()
+        described = self.unfilled()._described(structs)
         shardings = {path: struct.sharding for path, struct in structs.items()}
-        anew = skeleton.functions.get(what) != shardings
-        described = skeleton._described(structs)
-        lowered = lower(skeleton.result, described, what, inputs, batch=batch, sequence=sequence, anew=anew)
-        skeleton.functions[what] = shardings
+        anew = self.functions.get(what) != shardings
+        lowered = lower(self.result, described, what, inputs, batch=batch, sequence=sequence, anew=anew)
+        self.functions[what] = shardings
         return lowered
 
     def _described(self, structs: Mapping[str, jax.ShapeDtypeStruct]) -> list[tuple[Any, jax.ShapeDtypeStruct]]:
@@ -274,8 +277,7 @@ class AbstractKerasObject(Framework):
         Raises:
             LazyModelError: The model does not define its inputs.
         """
-        skeleton = self.present()
-        model: Any = skeleton.result
+        model, variables = self.unfilled().result, self.variables
         described: dict[str, None] = {}
         inputs = inputs_of(model, batch, sequence, described)
         training = what == "train"
@@ -284,50 +286,66 @@ class AbstractKerasObject(Framework):
         loss = _cross_entropy if is_task and isinstance(inputs, Mapping) and "token_ids" in inputs else _mean_square
 
         def function(values: Mapping[str, Any], inputs: Any) -> Any:
-            mapping = [(variable, values[path]) for path, (variable, _) in skeleton.variables.items()]
+            mapping = [(variable, values[path]) for path, (variable, _) in variables.items()]
             with keras.StatelessScope(state_mapping=mapping):
                 outputs = model(inputs, training=training)
             return loss(outputs, inputs) if training else outputs
 
         return PlannedFunction(function, (inputs,), f"{model.name} of {', '.join(described)}")
 
-    def present(self) -> AbstractKerasObject:
-        """This object, with a result; builds a new result if `give_away` took it."""
-        if self.given_away:
-            another = self._another()
-            self.recording, self.result, self.variables = another.recording, another.result, another.variables
-            self.given_away = False
-        return self
+    def prepared(
+        self, model: Any, what: str, *, inputs: Sequence[Any] = (), batch: int | None, sequence: int | None
+    ) -> Any:
+        if what != "train":
+            return model
+        check(self.unfilled().result, what)
+        if _upstream.is_built(self.result):
+            return model
+        data = first_batch(self.result, what, inputs, batch, sequence)
+        recording, result, variables = self.take()
+        built = self._with(recording, result, lambda result: _upstream.build_for(result, data))
+        return extended(model, built, variables)
 
-    def add_variables(self, known: Mapping[str, tuple[Any, RecordedVariable]]) -> None:
-        """Keeps the paths of known variables, and adds the other recorded ones after them."""
-        ids = {id(variable) for variable, _ in known.values()}
-        more = [entry for entry in self.variables.values() if id(entry[0]) not in ids]
-        paths = unique_paths([*known, *(variable.path for variable, _ in more)])
-        self.variables = dict(zip(paths, [*known.values(), *more], strict=True))
+    def quantize(self, model: Any, how: Any, filters: Filters) -> AbstractModel[Any]:
+        check_quantization(how)
+        return self._changed(model, "quantize", lambda built: quantize(built, how, filters))
 
-    def give_away(self) -> tuple[Recording, Any]:
-        """An unfilled object to be changed, and its recording; keeps no references to it."""
-        if self.given_away or self.used:
-            another = self._another()
-            return another.recording, another.result
-        recording, result = self.recording, self.result
-        self.result, self.given_away = None, True
-        self.variables = {path: (None, copy.copy(recorded)) for path, (_, recorded) in self.variables.items()}
-        return recording, result
+    def lora(self, model: Any, rank: int, targets: str | None) -> AbstractModel[Any]:
+        check_lora(rank, targets)
+        return self._changed(model, "lora", lambda built: add_lora(built, rank, targets))
 
-    def _another(self) -> AbstractKerasObject:
-        """The same object, built again with the names and initial values of the first, without new draws."""
-        if self.build is None:
-            raise AssertionError("only models built by a function are built more than once")
-        with _upstream.undone_draws():
-            self.recording.restart()
-            another = AbstractKerasObject(self.build, *record(self.build, self.recording))
-        # The order identifies a variable: names that the user's code creates may differ.
-        for (_, new), (_, first) in zip(another.variables.values(), self.variables.values(), strict=True):
-            new.initial, new.value = first.initial, first.value
-        another.variables = dict(zip(self.variables, another.variables.values(), strict=True))
-        return another
+    def _changed(self, model: ModelSpec, step: str, change: Callable[[Any], None]) -> AbstractModel[Any]:
+        changes = {
+            "an optimizer": model.optimized is not None,
+            "other initializers": model.recipes is not self.spec.recipes,
+            "shardings": dict(model) != dict(self.spec),
+        }
+        if before := [change for change, is_there in changes.items() if is_there]:
+            raise LazyModelError(
+                f"{model.name} has {before[0]} already, which are for its variables as they were built: {step} comes "
+                "before shard, with_optimizer, reinitialize and rekey"
+            )
+        if not isinstance(self.unfilled().result, keras.Model):
+            raise LazyModelError(f"{step} changes one keras.Model; this is {type(self.result).__name__}")
+        recording, result = self.take(change=True)[:2]  # a change may drop variables
+        recording.began = time.perf_counter()
+        return from_skeleton(self._with(recording, result, change), quiet=True, spent=model.spent)
+
+    def _with(self, recording: Recording, result: Any, change: Callable[[Any], None]) -> KerasModel:
+        """The model of a taken object after a change, which is made to each other object of it as well."""
+        build = self.build
+
+        def rebuild() -> Any:
+            assert build is not None
+            built = build()
+            change(built)
+            return built
+
+        with contextlib.nullcontext() if active() is recording else session(recording):
+            change(result)
+        changed = KerasModel(build and rebuild, recording, result, only_own=self.only_own)
+        changed.distribution = self.distribution
+        return changed
 
 
 def replace(variable: Any, array: jax.Array) -> None:
@@ -356,7 +374,7 @@ def model_variables(result: Any) -> Iterator[Any]:
             yield from model_variables(item)
 
 
-def _collect(recording: Recording, result: Any, *, only_own: bool) -> dict[str, tuple[Any, RecordedVariable]]:
+def _collect(recording: Recording, result: Any, *, only_own: bool = False) -> Variables:
     """Abstract variables by path: the object's own in its order, then others that exist unless `only_own`."""
 
     def all_recorded() -> dict[int, tuple[Any, RecordedVariable]]:
@@ -370,16 +388,21 @@ def _collect(recording: Recording, result: Any, *, only_own: bool) -> dict[str, 
         recorded.clear()
         gc.collect()
         recorded = {key: entry for key, entry in all_recorded().items() if key not in own}
-    entries = [*own.values(), *(() if only_own else recorded.values())]
-    return dict(zip(unique_paths([variable.path for variable, _ in entries]), entries, strict=True))
+    return _by_path({}, [*own.values(), *(() if only_own else recorded.values())])
+
+
+def _by_path(known: Variables, entries: Iterable[tuple[Any, RecordedVariable]]) -> Variables:
+    """Known variables under their paths, and the others after them."""
+    ids = {id(variable) for variable, _ in known.values()}
+    more = [entry for entry in entries if id(entry[0]) not in ids]
+    paths = unique_paths([*known, *(variable.path for variable, _ in more)])
+    return dict(zip(paths, [*known.values(), *more], strict=True))
 
 
 _REPLICATED_NBYTES = 1 << 20
 
 
-def from_skeleton(
-    skeleton: AbstractKerasObject, *, quiet: bool = False, spent: Sequence[Span] = ()
-) -> AbstractModel[Any]:
+def from_skeleton(skeleton: KerasModel, *, quiet: bool = False, spent: Sequence[Span] = ()) -> AbstractModel[Any]:
     """The model of a skeleton, which is stored as its `spec`; shardings are those of its `keras.distribution`.
 
     Raises CheckpointError if a tensor could lose its meaning in its variable's dtype. With `quiet`, there are no
@@ -418,7 +441,7 @@ def from_skeleton(
         _warn_replicated(variables.values())
     if not quiet:
         _warn_computed(computed)
-    trained = trained_variables(skeleton.recording, paths)
+    trained = _trained_variables(skeleton.recording, paths)
     model = AbstractModel(
         variables=variables,
         recipes=tuple(recipes),
@@ -434,12 +457,13 @@ def from_skeleton(
     return model
 
 
-def extended(abstract: ModelSpec, skeleton: AbstractKerasObject) -> AbstractModel[Any]:
-    """The model of a skeleton that got more variables since `abstract` was created from it and perhaps placed.
+def extended(abstract: ModelSpec, skeleton: KerasModel, known: Variables) -> AbstractModel[Any]:
+    """The model of a skeleton that got more than its `known` variables since `abstract` was created and perhaps placed.
 
     New variables have values from checkpoints if the skeleton does, and are placed like their owners, or on every
     device of the mesh.
     """
+    skeleton.variables = _by_path(known, skeleton.variables.values())
     new = from_skeleton(skeleton, quiet=True)
     own = {path: dataclasses.replace(abstract[path], origin=new[path].origin) for path in abstract}
     added = {path: variable for path, variable in new.items() if path not in own}
@@ -455,20 +479,19 @@ def extended(abstract: ModelSpec, skeleton: AbstractKerasObject) -> AbstractMode
 
 
 def _placed(
-    skeleton: AbstractKerasObject, abstract: Mapping[str, AbstractVariable], paths: Mapping[int, str]
+    skeleton: KerasModel, abstract: Mapping[str, AbstractVariable], paths: Mapping[int, str]
 ) -> dict[str, AbstractVariable]:
     """The variables with the shardings of the distribution; optimizer state has those of its owners."""
     distribution = skeleton.distribution
-    references = slot_references(skeleton.recording)
-    state = optimizer_variables(skeleton.recording, skeleton.result)
+    state = _optimizer_state(skeleton.recording, skeleton.result)
     variables = dict(abstract)
     slots: dict[str, AbstractVariable] = {}
     for path, (variable, _) in skeleton.variables.items():
-        reference = references.get(id(variable))
+        reference = state.get(id(variable))
         # Placed variables stay where they are, whatever the rules; a slot is placed like the variable that it belongs
         # to, even if that has its values already. Step counts belong to no variable.
         placed = _upstream.value(variable)
-        if placed is None and reference is None and id(variable) not in state:
+        if placed is None and id(variable) not in state:
             variables[path] = _with_layout(abstract[path], variable, distribution)
             continue
         if placed is None and reference is not None:
@@ -528,45 +551,3 @@ def _warn_computed(computed: Mapping[str, GivenValue]) -> None:
         f"{len(large)} variables of more than {format_bytes(LARGE)} are kept whole on the host, as their initializers "
         f"make them of NumPy arrays: {described}. What keras.random, keras.ops and JAX make is made on devices."
     )
-
-
-def held_lazily(value: Any) -> LazyTensor | None:
-    """The value as a lazy tensor, also of a Keras variable that holds or will hold one; None for everything else.
-
-    An abstract variable will hold the value assigned to it while it was recorded, or its initial value.
-    """
-    if isinstance(value, keras.Variable):
-        variable, value = value, _upstream.value(value)
-        recording = active()
-        if value is None and recording is not None and (recorded := recording.of(variable)) is not None:
-            path, dtype = variable.path, jax.numpy.dtype(_upstream.own_dtype(variable))
-            if recorded.value is not None:
-                return recording.as_assigned(path, recorded.value, dtype)
-            source, dtype = recorded.initial.source(path, tuple(variable.shape), dtype)
-            recipes, sources = ((source,), {}) if isinstance(source, InitRecipe) else ((), {path: source})
-            described = AbstractVariable(path, tuple(variable.shape), dtype)
-            return lazy_values(ModelSpec({path: described}, recipes, sources, Framework(dict)))[path]
-    return value if isinstance(value, LazyTensor) else None
-
-
-lazy_operations = SharedPatches()
-
-
-def _viewing(name: str) -> Callable[..., Any]:
-    """An operation of `keras.ops` that returns views of lazy tensors, and of variables that hold one, unread."""
-
-    def operation(original: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-        several = isinstance(x, list | tuple)
-        held = [held_lazily(each) for each in (x if several else [x])]
-        if any(tensor is None for tensor in held):
-            return original(x, *args, **kwargs)
-        # NumPy has other names for the one further argument.
-        further = [tuple(arg) if isinstance(arg, list) else arg for arg in (*args, *kwargs.values())]
-        return getattr(np, name)(held if several else held[0], *further)
-
-    return operation
-
-
-for _name in ("reshape", "transpose", "squeeze", "expand_dims", "concatenate"):
-    for _module in (keras.ops, _upstream.OPS):
-        lazy_operations.replacing(_module, _name)(_viewing(_name))

@@ -32,8 +32,8 @@ from lazymodel._tensors.casting import SAFE, UNSAFE, check_mode
 from lazymodel._tensors.shards import misshapen
 from lazymodel.checkpoints._untrusted import read_json_file
 from lazymodel_keras import _upstream
-from lazymodel_keras._build import KerasModel, Materializing, check_all_used, check_options, of_kind
-from lazymodel_keras._model.keras_object import AbstractKerasObject, extended, from_skeleton, model_variables
+from lazymodel_keras._build import Materializing, check_all_used, check_options, of_kind
+from lazymodel_keras._model.keras_object import KerasModel, extended, from_skeleton, model_variables
 from lazymodel_keras._record.patches import active, while_recording
 from lazymodel_keras._record.recording import LoadOptions, Recording, session
 from lazymodel_keras._record.remote import RemoteFiles, check_storage_options
@@ -323,19 +323,17 @@ def _restore_abstract(
 ) -> Any:
     """Materializes an abstract model with the checkpoint's tensors as sources, and builds its optimizer."""
     skeleton = abstract.framework
-    if not isinstance(skeleton, AbstractKerasObject) or skeleton.used:
+    if not isinstance(skeleton, KerasModel) or skeleton.filled:
         raise LazyModelError(
             f"cannot restore {read.keywords['path']} into the abstract model {abstract.name}: expected one of a Keras "
             "model that was not materialized yet. Build it abstractly again, or restore into the materialized model."
         )
-    start, recording = time.perf_counter(), skeleton.present().recording
-    skeleton.used = True  # the object gets an optimizer that the abstract model does not have
+    start = time.perf_counter()
+    recording, result, variables = skeleton.take()  # it gets an optimizer that the abstract model does not have
     recording.cast, recording.remote = cast, remote
     with session(recording):
-        read(recording, skeleton.result)
-    filled = KerasModel(None, recording, skeleton.result)
-    filled.add_variables(skeleton.variables)
-    restored = extended(abstract, filled)
+        read(recording, result)
+    restored = extended(abstract, KerasModel(None, recording, result), variables)
     restored = dataclasses.replace(restored, spent=(*abstract.spent, Span.since(start, "build", "restoring")))
     try:
         return restored.materialize(**options)

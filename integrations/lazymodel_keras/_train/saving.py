@@ -50,8 +50,8 @@ from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.shards import DeviceTensor
 from lazymodel.checkpoints._open import staging_folder
 from lazymodel_keras import _upstream
-from lazymodel_keras._build import KerasModel
-from lazymodel_keras._model.keras_object import held_lazily, lazy_operations, model_variables
+from lazymodel_keras._model.keras_object import KerasModel, model_variables
+from lazymodel_keras._model.layers import held_lazily, lazy_operations
 from lazymodel_keras._record.patches import SharedPatches
 
 _CHUNK = 16 << 20  # bytes written at a time

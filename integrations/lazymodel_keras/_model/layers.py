@@ -1,0 +1,253 @@
+"""Changes to the layers of a recorded model: LoRA pairs, enabled as KerasHub does, and Keras' own `Model.quantize`.
+
+Keras' functions compute on lazy tensors, for one chunk of a kernel at a time, and its operations that lay tensors out
+return views of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import keras
+import numpy as np
+
+from lazymodel import AbstractVariable, LazyModelError, LazyTensor
+from lazymodel._abstract.framework import Framework, ModelSpec
+from lazymodel._mapping.match import lazy_values
+from lazymodel._programs.programs import InitRecipe
+from lazymodel._show.text import closest
+from lazymodel._tensors.decoded import Computation, ComputedTensor, Output
+from lazymodel._trace.errors import on_host
+from lazymodel_keras import _upstream
+from lazymodel_keras._record.patches import SharedPatches, active
+from lazymodel_keras._record.recording import quick_collections
+
+# Keras' layers in these modes have no LoRA, or not before calibration.
+_WITHOUT_LORA = ("float8", "gptq", "awq")
+
+
+def check_lora(rank: Any, targets: str | None) -> None:
+    """Raises LazyModelError for arguments that are invalid for any model."""
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise LazyModelError(f"the rank of a LoRA is a positive integer; got {rank!r}")
+    if targets is not None:
+        try:
+            re.compile(targets)
+        except (re.error, TypeError) as error:
+            raise LazyModelError(f"LoRA targets {targets!r} are not a regular expression: {error}") from error
+
+
+def add_lora(model: Any, rank: int, targets: str | None) -> None:
+    """Enables LoRA on the target layers, like `Backbone.enable_lora`; raises as `enable_lora` above."""
+    backbone = getattr(model, "backbone", None) or model
+    layers = [layer for layer in _upstream.flat_layers(backbone, include_self=False) if layer.weights]
+    able = [index for index, layer in enumerate(layers) if hasattr(layer, "enable_lora")]
+    if targets is None:
+        if not hasattr(backbone, "default_lora_layer_names"):
+            raise LazyModelError(f"{model.name} is no KerasHub model and has no usual LoRA targets; say which")
+        names = backbone.default_lora_layer_names()
+        selected = [index for index in able if layers[index].name in names]
+        expected = f"layers named {', '.join(map(repr, names))}"
+    else:
+        selected = [index for index in able if any(re.fullmatch(targets, v.path) for v in layers[index].weights)]
+        paths = [variable.path for index in able for variable in layers[index].weights]
+        expected = f"variables that match {targets!r}{closest(targets, paths)}"
+    if not selected:
+        raise LazyModelError(f"{model.name} has no LoRA targets: expected {expected}. Set the targets to a path regex")
+    for layer in (layers[index] for index in selected):
+        if (mode := layer.quantization_mode) in _WITHOUT_LORA:
+            raise LazyModelError(f"{layer.path}: Keras has no LoRA for layers quantized with {mode!r}")
+    try:
+        if targets is None:
+            backbone.enable_lora(rank)
+            return
+        # The same, with layers by position instead of by name.
+        backbone.trainable = True
+        for layer in _upstream.flat_layers(backbone, include_self=False):
+            layer.trainable = False
+        for index in selected:
+            layers[index].trainable = True
+            layers[index].enable_lora(rank)
+        _upstream.set_lora_layers(backbone, selected, rank)
+    except (ValueError, NotImplementedError) as error:  # a constraint on the kernel, or LoRA already
+        raise LazyModelError(f"LoRA cannot be enabled on {model.name}: {error}") from error
+
+
+def held_lazily(value: Any) -> LazyTensor | None:
+    """The value as a lazy tensor, also of a Keras variable that holds or will hold one; None for everything else.
+
+    An abstract variable will hold the value assigned to it while it was recorded, or its initial value.
+    """
+    if isinstance(value, keras.Variable):
+        variable, value = value, _upstream.value(value)
+        recording = active()
+        if value is None and recording is not None and (recorded := recording.of(variable)) is not None:
+            path, dtype = variable.path, jax.numpy.dtype(_upstream.own_dtype(variable))
+            if recorded.value is not None:
+                return recording.as_assigned(path, recorded.value, dtype)
+            source, dtype = recorded.initial.source(path, tuple(variable.shape), dtype)
+            recipes, sources = ((source,), {}) if isinstance(source, InitRecipe) else ((), {path: source})
+            described = AbstractVariable(path, tuple(variable.shape), dtype)
+            return lazy_values(ModelSpec({path: described}, recipes, sources, Framework(dict)))[path]
+    return value if isinstance(value, LazyTensor) else None
+
+
+lazy_operations = SharedPatches()
+
+
+def _viewing(name: str) -> Callable[..., Any]:
+    """An operation of `keras.ops` that returns views of lazy tensors, and of variables that hold one, unread."""
+
+    def operation(original: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        several = isinstance(x, list | tuple)
+        held = [held_lazily(each) for each in (x if several else [x])]
+        if any(tensor is None for tensor in held):
+            return original(x, *args, **kwargs)
+        # NumPy has other names for the one further argument.
+        further = [tuple(arg) if isinstance(arg, list) else arg for arg in (*args, *kwargs.values())]
+        return getattr(np, name)(held if several else held[0], *further)
+
+    return operation
+
+
+for _name in ("reshape", "transpose", "squeeze", "expand_dims", "concatenate"):
+    for _module in (keras.ops, _upstream.OPS):
+        lazy_operations.replacing(_module, _name)(_viewing(_name))
+
+
+Filters: TypeAlias = "str | Sequence[str] | Callable[[Any], bool] | None"
+
+_MODES = ("int8", "int4", "float8")
+
+
+def check_quantization(how: Any) -> None:
+    """Raises LazyModelError if `how` is not a quantization that needs only the weights."""
+    mode = how.mode if isinstance(how, keras.quantizers.QuantizationConfig) else how
+    if mode in ("gptq", "awq"):
+        raise LazyModelError(
+            f"{mode!r} calibrates with data that is run through the model, so it cannot be done while "
+            f"loading: load the model, then call model.quantize({mode!r}, config=…)"
+        )
+    if mode not in _MODES:
+        raise LazyModelError(
+            f"quantize takes {', '.join(map(repr, _MODES))} or a keras.quantizers.QuantizationConfig; got {how!r}"
+        )
+
+
+def quantize(model: Any, how: Any, filters: Filters = None) -> None:
+    """Does what `model.quantize` does, for a model that is being recorded; `check_quantization` must accept `how`.
+
+    Raises:
+        LazyModelError: A layer is quantized already, or has a LoRA pair, or Keras raises.
+    """
+    quantized = [layer for layer in _upstream.flat_layers(model) if layer.quantization_mode is not None]
+    if quantized:
+        raise LazyModelError(
+            f"{model.name} is quantized already: layer {quantized[0].path or quantized[0].name} is "
+            f"{quantized[0].quantization_mode}"
+        )
+    adapted = [layer for layer in _upstream.flat_layers(model) if getattr(layer, "lora_enabled", False)]
+    if adapted:
+        raise LazyModelError(f"{model.name} has LoRA pairs already, at {adapted[0].path}; quantize comes before lora")
+    options: dict[str, Any] = {"mode": how} if isinstance(how, str) else {"config": how}
+    try:
+        with _patches.needed(), lazy_operations.needed(), quick_collections():
+            model.quantize(**options, filters=filters)
+    except (ValueError, TypeError) as error:
+        raise LazyModelError(f"Keras cannot quantize {model.name} with {how!r}: {error}") from error
+    if not any(layer.quantization_mode is not None for layer in _upstream.flat_layers(model)):
+        raise LazyModelError(
+            f"quantize({how!r}) changes nothing: none of the layers of {model.name}"
+            f"{'' if filters is None else ' that the filters let through'} is one that Keras quantizes"
+        )
+
+
+# Keras' quantization functions ---------------------------------------------------------------------------------------
+
+
+def _chunked(outputs: Callable[..., tuple[tuple[int, ...], list[Output]]]) -> Callable[..., Any]:
+    """A replacement for a quantization function of Keras: for a lazy tensor, its results are computed in chunks.
+
+    `outputs` takes the tensor, the function's second argument and its dtype; it returns the units of chunks, and the
+    results.
+    """
+
+    def quantizer(original: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        bound.apply_defaults()
+        inputs, over, *rest = bound.args
+        tensor = held_lazily(inputs)
+        if tensor is None or not bound.arguments["to_numpy"]:
+            return original(*args, **kwargs)
+        steps, results = outputs(tensor, over, bound.arguments["dtype"])
+        computation = Computation(tensor, lambda values: _on_host(original, values, over, *rest), steps)
+        return tuple(map(computation.output, results))
+
+    return quantizer
+
+
+def _over_axes(tensor: LazyTensor, axis: Any, dtype: str) -> tuple[tuple[int, ...], list[Output]]:
+    axes = {index % tensor.ndim for index in ((axis,) if isinstance(axis, int) else axis)}
+    reduced = tuple(extent if index in axes else 1 for index, extent in enumerate(tensor.shape))
+    values = Output(jax.numpy.dtype(dtype), (1,) * tensor.ndim, lambda found: found[0])
+    return reduced, [values, Output(tensor.dtype, reduced, lambda found: found[1], small=True)]
+
+
+def _over_groups(tensor: LazyTensor, block_size: int, dtype: str) -> tuple[tuple[int, ...], list[Output]]:
+    groups = (block_size, 1)
+    values = Output(jax.numpy.dtype(dtype), (1, 1), lambda found: found[0])
+    scales = Output(tensor.dtype, groups, lambda found: found[1], small=True)
+    return groups, [values, scales, Output(jax.numpy.dtype("int8"), groups, lambda found: found[2], small=True)]
+
+
+def _pack_int4(original: Any, arr: Any, axis: int = 0, dtype: Any = "int8") -> Any:
+    tensor = held_lazily(arr)
+    order = None if tensor is None else _order(tensor)
+    if tensor is None or order is None or not isinstance(tensor.source, ComputedTensor):
+        return original(arr, axis, dtype)
+    along = order[axis % tensor.ndim]
+
+    def pack(found: tuple[np.ndarray, ...]) -> np.ndarray:
+        return _on_host(lambda values: original(values, along, dtype)[:1], found[0])[0]
+
+    ratios = tuple(2 if index == along else 1 for index in range(tensor.ndim))
+    packed = np.transpose(tensor.source.computation.output(Output(jax.numpy.dtype(dtype), ratios, pack)), order)
+    return packed, packed.shape, tensor.shape[axis]
+
+
+def _order(tensor: LazyTensor) -> tuple[int, ...] | None:
+    """For each axis of a tensor, the axis of its leaf, if it is only a transposition of the leaf; otherwise None."""
+    order = tensor.file_order()
+    same = tensor.transpose(order).geometry() == LazyTensor(tensor.source).geometry()
+    return tuple(int(axis) for axis in np.argsort(order)) if order and same and not tensor.steps else None
+
+
+def _unpack_int4(original: Any, packed: Any, orig_len: int, axis: int = 0, dtype: Any = "int8") -> Any:
+    tensor = held_lazily(packed)
+    if tensor is None:
+        return original(packed, orig_len, axis, dtype)
+    # A LoRA pair only needs the shape of the kernel.
+    shape = [orig_len if index == axis % tensor.ndim else extent for index, extent in enumerate(tensor.shape)]
+    return keras.KerasTensor(shape, dtype=dtype)
+
+
+def _on_host(function: Callable[..., Any], *args: Any) -> tuple[np.ndarray, ...]:
+    """The results of a function of Keras as NumPy arrays; nothing is put on an accelerator."""
+    with on_host():
+        return tuple(np.asarray(result) for result in function(*args))
+
+
+_patches = SharedPatches()
+for _name, _ours in {
+    "abs_max_quantize": _chunked(_over_axes),
+    "abs_max_quantize_grouped_with_zero_point": _chunked(_over_groups),
+    "pack_int4": _pack_int4,
+    "unpack_int4": _unpack_int4,
+}.items():
+    for _module in _upstream.QUANTIZERS:
+        if hasattr(_module, _name):  # Keras before 3.14 has no groups
+            _patches.replacing(_module, _name)(_ours)
