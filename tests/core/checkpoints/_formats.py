@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import zipfile
@@ -87,6 +88,14 @@ def write(folder: Path) -> None:
     (folder / "gguf" / "w.gguf").write_bytes(gguf_file({"tokens": ["a"] * 9999}, blocks))
     for name, content in split_files({}, blocks, 3).items():
         (folder / "split" / name).write_bytes(content)
+    for kind in ORBAX:
+        import orbax.checkpoint as ocp
+
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=kind == "ocdbt")) as saver:
+            saver.save(folder / kind, {name: value for name, value in WEIGHTS.items() if value.size}, force=True)
+
+
+ORBAX = ("ocdbt", "zarr") if importlib.util.find_spec("orbax") is not None else ()
 
 
 FORMATS = {
@@ -110,4 +119,5 @@ FORMATS = {
     "split gguf": "split/m-00002-of-00003.gguf",
     "split gguf folder": "split",
     "odd": "odd names é/w #1%20+ü.safetensors",
+    **{kind: kind for kind in ORBAX},
 }

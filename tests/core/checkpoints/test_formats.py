@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 from tests.command import inspected, problems
-from tests.core.checkpoints._formats import FORMATS, WEIGHTS, read_nbytes, write
+from tests.core.checkpoints._formats import FORMATS, ORBAX, WEIGHTS, read_nbytes, write
 from tests.servers.object_server import ObjectServer
 from tests.servers.s3 import S3Server
 
@@ -43,7 +43,7 @@ def expected(name: str) -> np.ndarray | None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_boxes_and_bytes(folder: Path, kind: str) -> None:
     with lm.open_checkpoint(folder / FORMATS[kind]) as checkpoint:
-        assert len(checkpoint) == {"npy": 1, "npy folder": 2}.get(kind, 3 if "gguf" in kind else 4)
+        assert len(checkpoint) == {"npy": 1, "npy folder": 2}.get(kind, 3 if "gguf" in kind or kind in ORBAX else 4)
         assert checkpoint.nbytes == sum(tensor.nbytes for tensor in checkpoint.values())
         assert checkpoint.bytes_read == 0
         values = {name: tensor.read() for name, tensor in checkpoint.items()}
@@ -103,10 +103,10 @@ def test_what_is_shown(folder: Path, kind: str) -> None:
     assert shown == ({name: ("Q4_0", shape) for name, (_, shape) in opened.items()} if "gguf" in kind else opened)
     root = folder / FORMATS[kind].partition("/")[0]
     assert {str(root / file["path"]) for file in found["files"] if not file["path"].endswith(".json")} == files
-    assert sum(file["tensors"] for file in found["files"]) == len(opened)
+    assert kind in ORBAX or sum(file["tensors"] for file in found["files"]) == len(opened)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ORBAX])  # for whose files nobody states hashes
 def test_hashes_copies_and_damage(folder: Path, kind: str, tmp_path: Path) -> None:
     source, _, name = FORMATS[kind].partition("/")
     path = shutil.copytree(folder / source, tmp_path / "c") / name
@@ -146,16 +146,6 @@ def served(_object_server: ObjectServer) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def orbax(served: Path) -> Path:
-    """Orbax' arrays are read by TensorStore, with drivers of its own."""
-    checkpoint = pytest.importorskip("orbax.checkpoint")
-    with checkpoint.PyTreeCheckpointer() as checkpointer:
-        weights = {name.replace("/", "_"): WEIGHTS[name] for name in list(WEIGHTS)[:3]}
-        checkpointer.save(served.parent / "orbax", weights)
-    return served.parent / "orbax"
-
-
 def check(remote: lm.Checkpoint, local: lm.Checkpoint) -> None:
     """That both have the same, in views of it as well."""
     assert list(remote) == list(local)
@@ -182,7 +172,7 @@ def place(server: ObjectServer, dialect: str, path: str) -> tuple[str, dict[str,
 
 
 SOME = ("one", "index folder/", "numbered", "h5 folder", "packed", "npy folder", "split gguf folder", "odd")
-CASES = [("http", kind) for kind in FORMATS] + [("gcs", kind) for kind in FORMATS]
+CASES = [(dialect, kind) for dialect in ("http", "gcs") for kind in FORMATS if kind not in ORBAX]
 CASES += [(dialect, kind) for dialect in ("hf", "azure") for kind in SOME]
 
 
@@ -223,25 +213,27 @@ def put(s3: S3Server, folder: Path, key: str) -> None:
             obstore.put(store, f"{key}/{file.relative_to(folder)}", file)
 
 
+@pytest.mark.skipif(not ORBAX, reason="needs orbax-checkpoint")
 @pytest.mark.parametrize("dialect", ["http", "hf", "s3", "azure"])
 def test_orbax_by_url(
-    object_server: ObjectServer, orbax: Path, dialect: str, request: Any, monkeypatch: pytest.MonkeyPatch
+    object_server: ObjectServer, served: Path, dialect: str, request: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its arrays are read by TensorStore, with drivers of its own."""
     monkeypatch.setenv("HF_ENDPOINT", object_server.hub)
     if dialect == "s3":
         s3 = request.getfixturevalue("s3")
-        put(s3, orbax, "o")
+        put(s3, served / "ocdbt", "o")
         url, options = f"s3://{s3.bucket}/o", s3.options()
         with pytest.raises(lm.CheckpointError, match="takes no keys from storage_options"):
             lm.open_checkpoint(url, options)
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", options.pop("access_key_id"))
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", options.pop("secret_access_key"))
     else:
-        url, options = place(object_server, dialect, "orbax")
+        url, options = place(object_server, dialect, "all/ocdbt")
     if dialect == "azure":
         with pytest.raises(lm.CheckpointError, match="no driver for Azure"):
             lm.open_checkpoint(url, options)
         return
-    with lm.open_checkpoint(url, options) as remote, lm.open_checkpoint(orbax) as local:
+    with lm.open_checkpoint(url, options) as remote, lm.open_checkpoint(served / "ocdbt") as local:
         check(remote, local)
         check_views(remote, local)

@@ -79,34 +79,6 @@ def test_metadata_that_json_cannot_say(folder):
     json.dumps(found, allow_nan=False)
 
 
-def test_orbax_folders(tmp_path):
-    """Two arrays as zarr, one of which has lost a chunk, in a step of their own."""
-    tensorstore = pytest.importorskip("tensorstore")
-    item = tmp_path / "3" / "default"
-    for name in ("a.kernel", "b"):
-        spec = {"driver": "zarr", "kvstore": f"file://{item / name}", "metadata": {"chunks": [2, 3]}}
-        array = tensorstore.open(spec, create=True, dtype=np.float32, shape=(4, 3)).result()
-        array.write(np.ones((4, 3), np.float32)).result()
-    found = inspected(tmp_path)
-    assert (found["format"], found["problems"]) == ("orbax", [])
-    shown = [(tensor["name"], tensor["dtype"], tensor["shape"], tensor["nbytes"]) for tensor in found["tensors"]]
-    assert shown == [("a/kernel", "float32", [4, 3], 48), ("b", "float32", [4, 3], 48)]
-    assert {file["path"] for file in found["files"]} == {
-        f"3/default/{name}/{file}" for name in ("a.kernel", "b") for file in (".zarray", "0.0", "1.0")
-    }
-    (item / "b" / "1.0").unlink()
-    (message,) = problems(tmp_path)  # elsewhere a warning
-    assert "array 'b' is missing 1 of its chunks" in message
-    (item / "b" / ".zarray").write_text("{}")
-    found = inspected(item)
-    assert names(found) == ["a/kernel"]
-    assert "expected an array that b/.zarray describes" in found["problems"][0]["message"]
-    unfinished = item.rename(tmp_path / "3" / "default.orbax-checkpoint-tmp")
-    found = inspected(unfinished)
-    assert found["format"] == "orbax"
-    assert "is half written" in found["problems"][0]["message"]
-
-
 # --- problems --------------------------------------------------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
-from tests.command import problems
+from tests.command import inspected, problems
 from tests.core.checkpoints._formats import refused, unreadable
 from tests.small import buffer_sizes, read_within
 
@@ -149,17 +149,11 @@ def test_every_layout_reads_back_bit_for_bit(made, layout):
             tensor = checkpoint[name]
             assert (tensor.name, tensor.shape, tensor.dtype) == (name, array.shape, array.dtype)
             assert tensor.read().tobytes() == array.tobytes()
-        total = sum(array.nbytes for array in expected.values())
-        assert checkpoint.bytes_read == total == checkpoint.nbytes
-        kernel = expected["layers/0/kernel"]
-        tensor = checkpoint["layers/0/kernel"]
-        assert tensor.file == checkpoint.item
-        np.testing.assert_array_equal(tensor.read((slice(3, 9), slice(2, 13))), kernel[3:9, 2:13])
+            assert tensor.file == checkpoint.item and name in repr(tensor)
+        assert checkpoint.bytes_read == sum(array.nbytes for array in expected.values()) == checkpoint.nbytes
+        kernel, tensor = expected["layers/0/kernel"], checkpoint["layers/0/kernel"]
         np.testing.assert_array_equal(tensor.T[::-2, 1:].read(), kernel.T[::-2, 1:])
-        np.testing.assert_array_equal(tensor.reshape(8, 64)[1:3].astype(np.float64).read(), kernel.reshape(8, 64)[1:3])
         assert all(Path(file).is_file() for file in checkpoint.files)
-    np.testing.assert_array_equal(tensor.read(), kernel)  # usable after close
-    assert "layers/0/kernel" in repr(tensor)
 
 
 @pytest.mark.parametrize("zarr3", [False, True])
@@ -394,6 +388,7 @@ def test_uncommitted_steps_are_skipped_and_refused(steps):
     uncommit(root / "2")
     assert lm.open_checkpoint(root)["w"].read()[0] == 1
     refused(root / "2", "2 is half written: expected a committed checkpoint, found that _CHECK")
+    assert "is half written" in problems(root / "2")[0] and inspected(root / "2")["format"] == "orbax"
     uncommit(root / "1")
     refused(root, "root: expected a committed step, found 2 that were never committed, 2 ")
     (root / "2" / "_CHECKPOINT_METADATA").write_text('{"commit_timestamp_nsecs":')
@@ -522,6 +517,7 @@ REFUSED = [
     ("files", {"step/.zarray": {"shape": [1], "chunks": [1 << 40]}}, "expected chunks inside its shape"),
     ("files", {"step/.zarray": {"shape": [-1], "chunks": [1]}}, "cannot be opened"),
     ("files", {"step/.zarray": {"dtype": "<q9"}}, "cannot be opened"),
+    ("files", {"step/.zarray": b"{}"}, "expected an array that step/.zarray describes"),
     ("files", {"step/.zarray": {"compressor": {"id": "mystery"}}}, "cannot be opened"),
     ("files", {"step/.zarray": {"dtype": "|S4"}}, "expected numbers|cannot be opened"),
 ]
@@ -531,7 +527,10 @@ REFUSED = [
 def test_what_is_missing_or_corrupt_is_refused(copied, layout, changes, message):
     change(path := copied(layout), changes)
     refused(path, message)
-    assert problems(path)
+    found = inspected(path)
+    assert found["problems"]
+    if layout == "files" and "step/.zarray" in changes:  # what is well is listed still
+        assert [tensor["name"] for tensor in found["tensors"]] == sorted({*arrays(), "rate"} - {"step"})
 
 
 def test_links_and_pipes(copied):
@@ -568,6 +567,8 @@ def test_chunks_of_zeros_that_an_older_orbax_left_out(copied):
     path = copied("files")
     change(path, {"_METADATA": {"store_array_data_equal_to_fill_value": False}})
     change(path, {"moments.0/0.0": None, "layers.0.kernel/0.3": None})
+    (problem,) = problems(path)  # elsewhere a warning
+    assert "array 'layers/0/kernel' is missing 1 of its chunks" in problem
     checkpoint = lm.open_checkpoint(path)
     with pytest.warns(lm.LazyModelWarning, match="'moments/0' is missing 1 of its chunks, which are read as zeros"):
         np.testing.assert_array_equal(checkpoint["moments/0"].read(), np.zeros((8, 8)))
