@@ -271,6 +271,20 @@ def download(url: str, names: Iterable[str], folder: Path) -> Path:
     return folder
 
 
+def torch_decoder(vocabulary: int, hidden: int, intermediate: int, layers: int) -> Iterator[dict[str, Any]]:
+    """In the child: a decoder in bfloat16 with PyTorch's shapes, random: its embedding, then each layer."""
+    import ml_dtypes
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    shapes = dict.fromkeys("qkvo", (hidden, hidden)) | dict.fromkeys(("gate", "up"), (intermediate, hidden))
+    shapes |= {"down": (hidden, intermediate), "norm": (hidden,)}
+    parts = [{"embed": (vocabulary, hidden)}]
+    parts += [{f"layers.{layer}.{name}": shape for name, shape in shapes.items()} for layer in range(layers)]
+    for part in parts:
+        yield {n: rng.integers(0, 2**14, s, np.uint16).view(ml_dtypes.bfloat16) for n, s in part.items()}
+
+
 def write_shards(folder: Path, files: Sequence[dict[str, Any]]) -> None:
     """Writes arrays as a safetensors folder with an index, of a file for each mapping."""
     from safetensors.numpy import save_file

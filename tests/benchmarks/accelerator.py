@@ -39,19 +39,10 @@ HIDDEN, INTERMEDIATE, VOCABULARY = 4096, 11008, 32000
 
 def save(folder: Path, nbytes: int) -> None:
     """Writes a decoder of about so many bytes, a file a layer."""
-    import ml_dtypes
-    import numpy as np
-
     narrow = 1 if nbytes >= 1 << 30 else 8  # the same shapes, smaller
-    hidden, intermediate, vocabulary = HIDDEN // narrow, INTERMEDIATE // narrow, VOCABULARY // narrow
-    layer = dict.fromkeys("qkvo", (hidden, hidden)) | {"norm": (hidden,), "down": (hidden, intermediate)}
-    layer |= dict.fromkeys(("gate", "up"), (intermediate, hidden))
-    each = 2 * sum(int(np.prod(shape)) for shape in layer.values())
-    rng = np.random.default_rng(0)
-    files = [{"embed": (vocabulary, hidden)}]
-    files += [{f"layers.{i}.{name}": shape for name, shape in layer.items()} for i in range(max(nbytes // each, 1))]
-    values = ({name: rng.integers(0, 2**14, shape, np.uint16) for name, shape in shapes.items()} for shapes in files)
-    _measure.write_shards(folder, [{n: array.view(ml_dtypes.bfloat16) for n, array in each.items()} for each in values])
+    vocabulary, hidden, intermediate = VOCABULARY // narrow, HIDDEN // narrow, INTERMEDIATE // narrow
+    layers = max(nbytes // (2 * hidden * (4 * hidden + 3 * intermediate + 1)), 1)
+    _measure.write_shards(folder, list(_measure.torch_decoder(vocabulary, hidden, intermediate, layers)))
 
 
 def load(way: str, folder: Path) -> dict[str, Any]:

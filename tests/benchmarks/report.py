@@ -75,20 +75,16 @@ def run(name: str) -> dict[str, Any]:
 def loads(results: Results) -> Iterator[tuple[str, str, dict[str, float], dict[str, float], str]]:
     """What was loaded, its short name, stock's and our seconds and peak, and the seconds of reading alone."""
     found = {name: each["found"] for name, each in results.items()}
-    of, ways, int8 = found["preset"], found["stream"]["ways"], found["int8"]
+    of, ways = found["preset"], found["stream"]["ways"]
     yield "a Gemma preset, 267 million parameters in float32", "Gemma, 1.0 GiB", of["stock"], of["ours"], ""
     limit = f"{ways['limit-preset']['seconds']:.1f} s"
     yield "the same with 601 million, in wider layers", "Gemma, 2.2 GiB", ways["stock"], ways["preset"], limit
-    stock, ours = ({"seconds": int8[how]["seconds"], "peak": int8[how]["peak_nbytes"] / int8["nbytes"]} for how in HOW)
-    yield "the wider one, quantized to int8 (574 MiB) on the way", "… to int8", stock, ours, ""
     for name, what, short in (
+        ("int8", "the wider one, quantized to int8 (574 MiB) on the way", "… to int8"),
         ("qwen3_moe", "Qwen3-MoE's names and shapes, 1.1 GiB in bfloat16", "Qwen3-MoE"),
         ("gpt_oss", "GPT-OSS', 4-bit experts, 1.1 GiB in bfloat16", "GPT-OSS"),
     ):
         yield what, short, found[name]["stock"], found[name]["ours"], ""
-
-
-HOW = ("stock", "ours")
 
 
 def cold_starts(of: dict[str, Any]) -> dict[str, str]:

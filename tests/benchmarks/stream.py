@@ -52,23 +52,11 @@ def save_safetensors(folder: Path) -> None:
     import numpy as np
     from safetensors.numpy import save_file
 
-    shapes = {"embed": (VOCABULARY, HIDDEN)}
-    for layer in range(LAYERS):
-        for name in "qkvo":
-            shapes[f"layers.{layer}.{name}"] = (HIDDEN, HIDDEN)
-        shapes |= {f"layers.{layer}.{name}": (INTERMEDIATE, HIDDEN) for name in ("gate", "up")}
-        shapes |= {f"layers.{layer}.down": (HIDDEN, INTERMEDIATE), f"layers.{layer}.norm": (HIDDEN,)}
-    total = sum(int(np.prod(shape)) for shape in shapes.values())
-    rng = np.random.default_rng(0)
     shards: list[dict[str, Any]] = [{}, {}, {}]
-    done = 0
-    for name, shape in shapes.items():
-        values = rng.integers(0, 2**14, shape, np.uint16).view(ml_dtypes.bfloat16)
-        shard = min(3 * done // total, 2)
-        shards[shard][name] = values
-        done += values.size
+    for number, part in enumerate(_measure.torch_decoder(VOCABULARY, HIDDEN, INTERMEDIATE, LAYERS)):
+        shards[3 * number // (LAYERS + 1)] |= part
     _measure.write_shards(folder, shards)
-    matrix = rng.integers(0, 2**14, (16384, 16384), np.uint16).view(ml_dtypes.bfloat16)
+    matrix = np.random.default_rng(0).integers(0, 2**14, (16384, 16384), np.uint16).view(ml_dtypes.bfloat16)
     save_file({"matrix": matrix}, folder.parent / "matrix.safetensors")
 
 

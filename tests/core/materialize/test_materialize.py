@@ -251,29 +251,11 @@ def test_plan_counts_temporaries_of_init_programs(mesh8: Mesh) -> None:
         plan.check("1KiB")
 
 
-def local_nbytes(tree: Any) -> int:
-    """Bytes of the distinct shards of a tree of arrays."""
-    return sum(
-        sum({str(shard.index): shard.data.nbytes for shard in array.addressable_shards}.values())
-        for array in jax.tree.leaves(tree)
-    )
-
-
-def test_progress_adds_up(tmp_path: Path, sharded: Model) -> None:
-    seen: list[tuple[int, int]] = []
-    path, _ = checkpoint(tmp_path, without=("layers/2/kernel",))
-    ckpt = lm.open_checkpoint(path)
-    model = sharded.materialize(ckpt, initialize="missing", progress=lambda *pair: seen.append(pair))
-    assert local_nbytes(model) == sharded.nbytes, "all shards are of this process"
-    assert (seen[0], seen[-1]) == ((0, sharded.nbytes), (sharded.nbytes, sharded.nbytes))
-    assert [done for done, _ in seen] == sorted({done for done, _ in seen}), "every call tells of more"
-
-
 def test_progress_moves_within_a_large_variable() -> None:
     abstract = lm.build_abstract(lambda key: {"w": jax.random.normal(key, (1024, 1024, 9))}, KEY)
     seen: list[int] = []
     abstract.materialize({"w": np.zeros((1024, 1024, 9), "float32")}, progress=lambda done, _: seen.append(done))
-    assert len(seen) > 2
+    assert len(seen) > 2 and seen == sorted({*seen}), "every call tells of more"
     assert (seen[0], seen[-1]) == (0, 1024 * 1024 * 9 * 4)
 
 
