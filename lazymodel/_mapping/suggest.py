@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 from lazymodel._mapping.entry import From
+from lazymodel._show.text import grouped_by
 
 # A component that is a number, or a number after a word for one of many parts.
 _INDEX = re.compile(r"(?:(?:^|[/.])|(?:layer|block|stage|expert|cell)s?_?)(\d{1,9})(?=[/.]|$)", re.IGNORECASE)
@@ -112,14 +113,16 @@ class _Family:
         return tuple(names)
 
 
+_Member: TypeAlias = "tuple[tuple[str, ...], str]"  # the indexes of a name, and the name
+
+
 def _families(shapes: Mapping[str, tuple[int, ...]]) -> list[_Family]:
     """Families of names and shapes, in the order in which each first appears."""
-    groups: dict[tuple[str, ...], list[tuple[tuple[str, ...], str]]] = {}
+    groups: dict[tuple[str, ...], list[_Member]] = {}
     for name in shapes:
-        places = [match.span(1) for match in _INDEX.finditer(name)]
-        ends = [0, *(end for _, end in places)]
-        text = tuple(name[end:start] for end, (start, _) in zip(ends, [*places, (len(name), 0)], strict=True))
-        groups.setdefault(text, []).append((tuple(name[start:end] for start, end in places), name))
+        ends = [0, *(end for match in _INDEX.finditer(name) for end in match.span(1)), len(name)]
+        text, *rest = (name[start:end] for start, end in itertools.pairwise(ends))
+        groups.setdefault((text, *rest[1::2]), []).append((tuple(rest[::2]), name))
     experts = any("expert" in name for name in shapes)
     # If the norm before the MLP has its own name, "post attention" is literal; otherwise it is the norm before the MLP.
     pre_mlp = any(re.search(r"pre_(feed_?forward|ffw|ffn|mlp)", name) for name in shapes)
@@ -131,31 +134,35 @@ def _families(shapes: Mapping[str, tuple[int, ...]]) -> list[_Family]:
 
 
 def _uniform(
-    text: tuple[str, ...], group: list[tuple[tuple[str, ...], str]], shapes: Mapping[str, tuple[int, ...]]
-) -> list[tuple[tuple[str, ...], list[tuple[tuple[str, ...], str]]]]:
-    """The group split into parts of one shape each, by turning an index into text; the last index if possible."""
-    columns = list(zip(*(index for index, _ in group), strict=True))
-    for column, values in enumerate(columns):
-        if len(set(values)) == 1:  # a model with one layer, or a number that is not an index
-            joined = (*text[:column], text[column] + values[0] + text[column + 1], *text[column + 2 :])
-            return _uniform(joined, [((*i[:column], *i[column + 1 :]), name) for i, name in group], shapes)
-    if len({shapes[name] for _, name in group}) == 1:
+    text: tuple[str, ...], group: list[_Member], shapes: Mapping[str, tuple[int, ...]]
+) -> list[tuple[tuple[str, ...], list[_Member]]]:
+    """The group split into parts of one shape each, by turning an index into text; the last index if possible.
+
+    An index with one value is text, too: that of a model with one layer, or a number that is not an index.
+    """
+
+    def split(column: int) -> Mapping[str, list[_Member]]:
+        return grouped_by(group, lambda member: member[0][column])
+
+    def alike(members: list[_Member]) -> bool:
+        return len({shapes[name] for _, name in members}) == 1
+
+    columns = range(len(text) - 1)
+    turned = next((column for column in columns if len(split(column)) == 1), None)
+    if turned is None and alike(group):
         return [(text, group)]
-
-    def split(column: int) -> list[list[tuple[tuple[str, ...], str]]]:
-        parts: dict[str, list[tuple[tuple[str, ...], str]]] = {}
-        for index, name in group:
-            parts.setdefault(index[column], []).append((index, name))
-        return list(parts.values())
-
-    orders = range(len(columns) - 1, -1, -1)
-    alike = (c for c in orders if all(len({shapes[name] for _, name in part}) == 1 for part in split(c)))
-    return [found for part in split(next(alike, len(columns) - 1)) for found in _uniform(text, part, shapes)]
+    if turned is None:
+        turned = next((c for c in reversed(columns) if all(map(alike, split(c).values()))), columns[-1])
+    found: list[tuple[tuple[str, ...], list[_Member]]] = []
+    for value, part in split(turned).items():
+        joined = (*text[:turned], text[turned] + value + text[turned + 1], *text[turned + 2 :])
+        found += _uniform(joined, [((*i[:turned], *i[turned + 1 :]), name) for i, name in part], shapes)
+    return found
 
 
 def _family(
     text: tuple[str, ...],
-    members: list[tuple[tuple[str, ...], str]],
+    members: list[_Member],
     shapes: Mapping[str, tuple[int, ...]],
     experts: bool,
     pre_mlp: bool,
@@ -292,14 +299,9 @@ def _ways(v: _Family, t: _Family) -> list[_Way]:
     columns = range(len(t.text) - 1)
     for kept in itertools.permutations(columns, len(own)):
         rest = [column for column in columns if column not in kept]
-        if {tuple(index[column] for column in kept) for index in t.indexes} != numbers:
-            continue
         counts = tuple(len({index[column] for index in t.indexes}) for column in rest)
-        complete = all(
-            {index[column] for index in t.indexes} == {str(n) for n in range(count)}
-            for column, count in zip(rest, counts, strict=True)
-        )
-        if not complete or len(t.indexes) != len(numbers) * math.prod(counts):
+        every = itertools.product(numbers, *([str(n) for n in range(count)] for count in counts))
+        if {(tuple(index[c] for c in kept), *(index[c] for c in rest)) for index in t.indexes} != set(every):
             continue
         names = dict(zip(kept, own, strict=True))
         for column in rest:
@@ -477,8 +479,9 @@ class _Matcher:
 
     def _shared(self, v: _Family, t: _Family) -> float:
         """The weighted share of words that two names have in common."""
+        # Rounded once, since sets have another order in every process.
         total, common = (
-            sum(self._weight[word] for words in some for word in words)
+            math.fsum(self._weight[word] for words in some for word in words)
             for some in ((v.words, t.words), (v.words & t.words,) * 2)
         )
         return common / total if total else 0.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,6 +29,7 @@ from lazymodel._tensors.shards import (
     grouped,
     is_exchanged,
     mesh_processes,
+    spec_axes,
     stored_itemsize,
 )
 from lazymodel._tensors.tensor_source import TensorSource
@@ -201,12 +203,9 @@ class _AbstractSource(TensorSource):
 def _distinct(sharding: Sharding, shape: tuple[int, ...], processes: np.ndarray, hosts: int) -> np.ndarray:
     """Elements of the distinct shards of each host."""
     assert isinstance(sharding, NamedSharding)
-    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in sharding.spec if entry is not None]
-    names = list(sharding.mesh.axis_names)
-    axes = [names.index(name) for entry in entries for name in entry]
-    places = np.indices(processes.shape)
+    places = dict(zip(sharding.mesh.axis_names, np.indices(processes.shape), strict=True))
     box = np.zeros(processes.shape, np.int64)
-    for axis in axes:
-        box = box * processes.shape[axis] + places[axis]
+    for name in itertools.chain(*spec_axes(sharding.spec, len(shape))):
+        box = box * sharding.mesh.shape[name] + places[name]
     pairs = np.unique(np.stack([processes.ravel(), box.ravel()]), axis=1)
     return np.bincount(pairs[0], minlength=hosts) * float(np.prod(sharding.shard_shape(shape)))

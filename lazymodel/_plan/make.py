@@ -236,27 +236,23 @@ def _training_step(
 ) -> Callable[..., Any]:
     """A training step that takes (trained parameters, stated slots, own state, frozen values, *inputs)."""
 
-    def update(parameter: Any, gradient: Any, slots: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-        """As much memory as an optimizer's step takes: every slot and the parameter are read and written once."""
-        new = tuple((0.9 * slot + 0.1 * gradient).astype(slot.dtype) for slot in slots)
-        change = sum(new, gradient) if new else gradient
-        return (parameter - 1e-3 * change).astype(parameter.dtype), new
+    def moved(slot: Any, gradient: Any) -> Any:
+        return (0.9 * slot + 0.1 * gradient).astype(slot.dtype)
 
     def step(trained: Any, slots: Any, state: Any, frozen: Any, *inputs: Any) -> Any:
         trained, slots, state, frozen = jax.tree.map(_on_device, (trained, slots, state, frozen), structs)
         value, gradients = jax.value_and_grad(loss)(trained, {**frozen, **state}, inputs)
-        new_trained: dict[str, Any] = {}
-        new_slots: dict[str, Any] = {}
-        new_state = dict(state)
-        for path, parameters in trained.items():
-            own = [state[name] for name in moments[path]]
-            each = zip(parameters, gradients[path], slots[path], strict=True)
-            updates = [update(parameter, gradient, (*stated, *own)) for parameter, gradient, stated in each]
-            count = len(slots[path][0])
-            new_trained[path] = tuple(parameter for parameter, _ in updates)
-            new_slots[path] = tuple(new[:count] for _, new in updates)
-            new_state.update(zip(moments[path], updates[0][1][count:], strict=True))
-        return value, *jax.tree.map(_placed, (new_trained, new_slots, new_state), structs[:3])
+        # As much memory as an optimizer's step takes: every slot and the parameter are read and written once.
+        slots = jax.tree.map(lambda gradient, own: tuple(moved(slot, gradient) for slot in own), gradients, slots)
+        own = {path: {name: moved(state[name], gradients[path][0]) for name in moments[path]} for path in trained}
+
+        def changed(path: str, parameter: Any, gradient: Any, stated: Sequence[Any]) -> Any:
+            return (parameter - 1e-3 * sum((*stated, *own[path].values()), gradient)).astype(parameter.dtype)
+
+        for path, each in trained.items():
+            trained[path] = tuple(map(functools.partial(changed, path), each, gradients[path], slots[path]))
+            state |= own[path]
+        return value, *jax.tree.map(_placed, (trained, slots, state), structs[:3])
 
     return step
 

@@ -20,6 +20,7 @@ from lazymodel._plan.what_if import ACTIVATIONS, OPTIMIZER, PARAMETERS
 from lazymodel._show.page import Bars, Grid, Lines, Section, Text, Treemap
 from lazymodel._show.table import ACTIONS, Column, Report, Table, Tabled, placed_text, plain, shape_text, spec_text
 from lazymodel._show.text import PALETTE, empty_figure, finished_figure, format_bytes, parse_bytes, plural
+from lazymodel._tensors.shards import spec_axes
 
 _COUNTS = tuple(2**power for power in range(11))  # of devices: common sizes of slices and machines
 _STEPS = 2000  # points of a line; more would be closer than pixels
@@ -341,8 +342,7 @@ class MemoryPlan(Report):
             action = ACTIONS.get(row.action, row.action)
             away = not (row.shard_nbytes or row.memory_kind) and row.nbytes
             spec = "on the host" if away else placed_text(spec_text(row.spec), row.memory_kind)
-            entries = [*(row.spec or ()), *[None] * len(row.shape)][: len(row.shape)]
-            axes = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in entries]
+            axes = spec_axes(row.spec or PartitionSpec(), len(row.shape))
             note = action + (f": {row.source}" if row.action == "initialize" else "")
             shape, placed = shape_text(row.shape), {"placed": {"shape": row.shape, "axes": axes, "mesh": self.mesh}}
             names = row.path, shape, row.dtype.name, placed, spec

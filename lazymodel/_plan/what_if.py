@@ -28,6 +28,7 @@ from lazymodel._sharding.describe import describe
 from lazymodel._sharding.roles import HEADS
 from lazymodel._sharding.shard import lora_shardings
 from lazymodel._show.text import closest, grouped_by, plural
+from lazymodel._tensors.shards import mesh_size, spec_axes
 
 # Names of mesh axes over which a batch is split; all other axes split dimensions inside the model.
 DATA_AXES = ("data", "batch", "dp", "fsdp", "replica")
@@ -124,10 +125,8 @@ def _inner_shape(shape: tuple[int, ...], sharding: Sharding) -> tuple[int, ...]:
     """The shard of a shape that is split over the mesh axes that do not split the batch."""
     if not isinstance(sharding, NamedSharding):
         return shape
-    entries = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
-    axes = [(entry,) if isinstance(entry, str) else entry or () for entry in entries]
-    parts = [math.prod(sharding.mesh.shape[axis] for axis in some if axis not in DATA_AXES) for some in axes]
-    return tuple(-(-size // part) for size, part in zip(shape, parts, strict=True))
+    inside = ([axis for axis in axes if axis not in DATA_AXES] for axes in spec_axes(sharding.spec, len(shape)))
+    return tuple(-(-size // mesh_size(sharding.mesh, axes)) for size, axes in zip(shape, inside, strict=True))
 
 
 def _batch_parts(shardings: Mapping[str, Sharding]) -> int:

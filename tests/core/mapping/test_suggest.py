@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +167,23 @@ def test_convolutions_keys_and_layers_that_differ() -> None:
         "stages/{stage}/bn/mean": "From('stages.{stage}.bn.running_mean')",
         "rng": "None",
     }
+
+
+ALIKE = """
+import jax.numpy as jnp, numpy as np, lazymodel as lm
+ours = [f"stack{i}_block{j}_{k}_bn/gamma" for i in (1, 2, 3, 4) for j in (1, 2) for k in (1, 2)]
+theirs = ["ln.gamma", "deit_encoder.ln.gamma", *(f"block1_sepconv{j}_bn.gamma" for j in (1, 2, 3))]
+abstract = lm.build_abstract(lambda: {path: jnp.zeros(8) for path in ours})
+print(lm.WeightMap.suggest({name: np.zeros(8, "float32") for name in theirs}, abstract))
+"""
+
+
+def test_names_that_fit_equally_well_get_the_same_table_in_every_process() -> None:
+    environments = [os.environ | {"PYTHONHASHSEED": str(seed)} for seed in range(3)]
+    command = [sys.executable, "-c", ALIKE]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=each) for each in environments]
+    tables = {process.communicate(timeout=120)[0] for process in running}
+    assert len(tables) == 1 and "block1_sepconv1_bn.gamma" in tables.pop()
 
 
 NAMES = st.text(st.sampled_from("qkv_/.013{}'\"h\\ gate"), min_size=1, max_size=9)
