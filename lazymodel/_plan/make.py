@@ -236,22 +236,22 @@ def _training_step(
 ) -> Callable[..., Any]:
     """A training step that takes (trained parameters, stated slots, own state, frozen values, *inputs)."""
 
-    def moved(slot: Any, gradient: Any) -> Any:
-        return (0.9 * slot + 0.1 * gradient).astype(slot.dtype)
+    def moved(gradient: Any, slots: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple((0.9 * slot + 0.1 * gradient).astype(slot.dtype) for slot in slots)
 
     def step(trained: Any, slots: Any, state: Any, frozen: Any, *inputs: Any) -> Any:
         trained, slots, state, frozen = jax.tree.map(_on_device, (trained, slots, state, frozen), structs)
         value, gradients = jax.value_and_grad(loss)(trained, {**frozen, **state}, inputs)
         # As much memory as an optimizer's step takes: every slot and the parameter are read and written once.
-        slots = jax.tree.map(lambda gradient, own: tuple(moved(slot, gradient) for slot in own), gradients, slots)
-        own = {path: {name: moved(state[name], gradients[path][0]) for name in moments[path]} for path in trained}
+        slots = jax.tree.map(moved, gradients, slots)
+        own = {path: moved(gradients[path][0], [state[name] for name in names]) for path, names in moments.items()}
 
         def changed(path: str, parameter: Any, gradient: Any, stated: Sequence[Any]) -> Any:
-            return (parameter - 1e-3 * sum((*stated, *own[path].values()), gradient)).astype(parameter.dtype)
+            return (parameter - 1e-3 * sum((*stated, *own[path]), gradient)).astype(parameter.dtype)
 
         for path, each in trained.items():
             trained[path] = tuple(map(functools.partial(changed, path), each, gradients[path], slots[path]))
-            state |= own[path]
+            state.update(zip(moments[path], own[path], strict=True))
         return value, *jax.tree.map(_placed, (trained, slots, state), structs[:3])
 
     return step
