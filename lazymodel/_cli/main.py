@@ -36,7 +36,7 @@ from lazymodel._cli.output import (
 )
 from lazymodel._cli.plan import add_plan
 from lazymodel._devices.hardware import device_memory, libtpu_environment
-from lazymodel._errors import DoesNotFitError, LazyModelError
+from lazymodel._errors import DoesNotFitError, LazyModelError, is_library
 from lazymodel._mapping.table import WeightMap
 from lazymodel._programs.jaxprs import CONFIG
 from lazymodel._remote.url import is_url, shown
@@ -364,9 +364,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130  # the exit status of shells for SIGINT
-    except (Exception, SystemExit):  # in the user's code; a function that exits with 0 has not built anything either
-        traceback.print_exc()
+    except (Exception, SystemExit) as error:  # a user's function that exits with 0 has not built anything either
+        _print_own_traceback(error)
         return 2
+
+
+def _print_own_traceback(error: BaseException) -> None:
+    """Prints the traceback of an exception in a user's code, without our frames that lead there."""
+    chained: BaseException | None = error
+    while chained is not None:
+        own = chained.__traceback__
+        while own is not None and (is_library(own.tb_frame) or "importlib" in own.tb_frame.f_code.co_filename):
+            own = own.tb_next
+        if own is not None or isinstance(chained, SyntaxError):  # otherwise it is a bug of ours
+            chained.__traceback__ = own
+        chained = chained.__cause__ or chained.__context__
+    traceback.print_exception(error)
 
 
 def _make_parser() -> argparse.ArgumentParser:

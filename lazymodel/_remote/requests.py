@@ -192,9 +192,18 @@ def attempt(
             stopped.wait(pause)
 
 
-def apart(function: Callable[[threading.Event], Result], given_up: Callable[[], bool]) -> Result:
-    """Calls a function that makes a request in a thread of its own. After Ctrl-C, or once it is given up, nothing waits
-    for that thread: obstore's calls end by themselves or not at all. The function gets an event that is set then.
+def _start(run: Callable[[], None]) -> None:
+    start_thread(run, "request")
+
+
+def apart(
+    function: Callable[[threading.Event], Result],
+    given_up: Callable[[], bool],
+    start: Callable[[Callable[[], None]], object] = _start,
+) -> Result:
+    """Calls a function that makes a request in another thread, one of its own unless `start` has one. After Ctrl-C, or
+    once it is given up, nothing waits for it: obstore's calls end by themselves or not at all. The function gets an
+    event that is set then.
     """
     left, future = threading.Event(), concurrent.futures.Future[Result]()
 
@@ -204,7 +213,7 @@ def apart(function: Callable[[threading.Event], Result], given_up: Callable[[], 
         except BaseException as error:
             future.set_exception(error)
 
-    start_thread(run, "request")
+    start(run)
     try:
         while not concurrent.futures.wait([future], _LOOK).done:
             if given_up():

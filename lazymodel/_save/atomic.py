@@ -135,6 +135,11 @@ class Staging:
             sync(self.destination)  # only then may go what counted before
             self._tidy()
 
+    @property
+    def unfinished(self) -> bool:
+        """True where `replace_files` could not remove all that it was to."""
+        return (self.folder / _JOURNAL).exists()
+
     def _tidy(self) -> None:
         """Removes the files of whichever side of `replace_files` does not count, this saver's or a killed one's."""
         try:

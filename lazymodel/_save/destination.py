@@ -30,7 +30,7 @@ from lazymodel._tensors.lazy import LazyTensor
 from lazymodel.checkpoints._checkpoint import newest_step
 from lazymodel.checkpoints._open import staging_folder, weight_files
 from lazymodel.checkpoints._orbax import find_item
-from lazymodel.checkpoints._safetensors import DTYPES, FLOAT4, MAX_HEADER, SAVE_KEY, is_numbered
+from lazymodel.checkpoints._safetensors import DTYPES, FLOAT4, MAX_HEADER, SAVE_KEY, is_numbered, open_loose
 from lazymodel.checkpoints._untrusted import indexed_shards
 
 SINGLE = "model.safetensors"
@@ -158,7 +158,6 @@ class FolderDestination(Destination):
 
     def _there(self) -> Path | None:
         self._old = old_files(self.path)
-        check_loose(self.path, self._old, self.files)
         return self.path / self._old[0] if self._old else None
 
     def commit(self) -> None:
@@ -172,21 +171,84 @@ class FolderDestination(Destination):
                 self._stage.replace_files([], SINGLE, others)
 
     def _commit_shards(self) -> None:
-        usual = [file.name for file in self.files]
-        version, names = 1, usual
-        while any(os.path.lexists(self.path / name) for name in names):
-            version += 1
-            names = [name.replace("model-", f"model-v{version}-") for name in usual]
-        for name, free in zip(usual, names, strict=True):
-            os.rename(self._stage.new / name, self._stage.new / free)
-        weights = {tensor: name for file, name in zip(self.files, names, strict=True) for tensor, _, _ in file.tensors}
+        if self._old and not {INDEX, SINGLE} & set(self._old):
+            # Old shards without an index get one, so that new ones can come alongside.
+            if (index := index_of_loose(self.path, self._old)) is not None:
+                (self._stage.new / INDEX).write_text(index, encoding="utf-8")
+                self._stage.replace_files([], INDEX, [])
+        weights = {tensor: file.name for file in self.files for tensor, _, _ in file.tensors}
         total = sum(file.nbytes - len(file.header) for file in self.files)
         (self._stage.new / INDEX).write_text(index_text(total, weights), encoding="utf-8")
-        if self._old:
-            self._stage.replace_files(names, INDEX, [name for name in self._old if name != INDEX])
-        else:
+        replace_shards(
+            self._stage, INDEX, self._old, lambda name, number: name.replace("model-", f"model-v{number}-"), os.link
+        )
+
+
+def replace_shards(
+    stage: Staging,
+    index: str,
+    old: Sequence[str],
+    other: Callable[[str, int], str],
+    link: Callable[[Path, Path], object],
+) -> str:
+    """Puts an index and its shards, all that there is in `stage.new`, in the place of old files.
+
+    Where a name is in use, the shards come under other names first, so that the index that is there refers to what it
+    did, and get their own once that is replaced.
+
+    Args:
+        stage: Of the folder.
+        index: Name of the index.
+        old: Names of the files to remove, the index among them.
+        other: Returns another name for a shard; the number differs from attempt to attempt.
+        link: Gives a file another name.
+
+    Returns:
+        Why the shards that count have other names than in `stage.new`; empty if they do not.
+    """
+
+    def in_use(names: Sequence[str]) -> bool:
+        return any(os.path.lexists(stage.destination / name) for name in names)
+
+    with writing(stage.destination):
+        text = (stage.new / index).read_text(encoding="utf-8")
+        names = free = sorted(set(os.listdir(stage.new)) - {index})
+        attempt = 1
+        while in_use(free):
+            attempt += 1
+            free = [other(name, attempt) for name in names]
+        if free == names and not old:
             # The shards without an index would look complete before it comes; the index without its shards does not.
-            self._stage.replace_files([INDEX, *names[:-1]], names[-1], [])
+            stage.replace_files([index, *names[:-1]], names[-1], [])
+            return ""
+        if free != names:
+            for name, another in zip(names, free, strict=True):
+                os.rename(stage.new / name, stage.new / another)
+            (stage.new / index).write_text(_renamed(text, dict(zip(names, free, strict=True))), encoding="utf-8")
+        stage.replace_files(free, index, [name for name in old if name != index])
+    if free == names:
+        return ""
+    if stage.unfinished or in_use(names):
+        return "files of these names are there still"
+    try:
+        with writing(stage.destination):
+            for name, another in zip(names, free, strict=True):
+                link(stage.destination / another, stage.new / name)
+            (stage.new / index).write_text(text, encoding="utf-8")
+        stage.replace_files(names, index, free)
+    except LazyModelError as error:
+        return str(error)
+    return ""
+
+
+def _renamed(text: str, names: Mapping[str, str]) -> str:
+    """An index with other names of shards."""
+    config = json.loads(text)
+    config["weight_map"] = {
+        key: [names[name] for name in value] if isinstance(value, list) else names[value]
+        for key, value in config["weight_map"].items()
+    }
+    return json.dumps(config, indent=4)
 
 
 class WholeFolder(Destination):
@@ -235,13 +297,14 @@ def index_text(total: int, weights: dict[str, str]) -> str:
     return json.dumps(content, indent=2, sort_keys=True) + "\n"
 
 
-def check_loose(folder: Location, old: Sequence[str], files: Sequence[SavedFile]) -> None:
-    """Raises LazyModelError where old shards have no index, so that a reader would mix them with new ones."""
-    if len(files) > 1 and old and not {INDEX, SINGLE} & set(old):
-        raise LazyModelError(
-            f"{folder} has shards without an index, {old[0]} first, which would be mixed with new ones; remove them, "
-            "save one file (max_shard_size), or save to another folder"
-        )
+def index_of_loose(folder: Location, names: Sequence[str]) -> str | None:
+    """An index of shards that have none; None where they are not complete, or not a checkpoint for another reason."""
+    try:
+        with open_loose(folder, [folder / name for name in names]) as old:
+            weights = {name: os.path.basename(tensor.source.file) for name, tensor in old.items()}
+            return index_text(sum(tensor.nbytes for tensor in old.values()), weights)
+    except LazyModelError:
+        return None
 
 
 def old_files(folder: Location, ignored: re.Pattern[str] | None = None) -> list[str]:

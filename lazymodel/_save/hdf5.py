@@ -21,7 +21,7 @@ import numpy as np
 
 from lazymodel._errors import LazyModelError, warn
 from lazymodel._save.atomic import Staging, writing
-from lazymodel._save.destination import Destination, SavedFile, grouped
+from lazymodel._save.destination import Destination, SavedFile, grouped, replace_shards
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel.checkpoints._hdf5 import import_h5py
 from lazymodel.checkpoints._open import staging_folder
@@ -73,50 +73,31 @@ class Hdf5Shards(Destination):
         content = {"metadata": {"total_size": total}, "weight_map": weights}
         with writing(self._index):
             (self._stage.new / self._index.name).write_text(json.dumps(content, indent=4), encoding="utf-8")
-        replace_shards(self._stage, self._index.name)
+        replace_keras_shards(self._stage, self._index.name)
 
 
-def replace_shards(stage: Staging, index: str) -> None:
+def replace_keras_shards(stage: Staging, index: str) -> None:
     """Puts the index and shards that are in `stage.new` in place, under the names that they have there."""
-    aside: dict[str, str] = {}
+    base = index.removesuffix(".json").replace(".weights", "")
+    pattern = re.compile(re.escape(base) + r"_(\d{5,})\.weights\.h5")
     with writing(stage.destination):
-        text = (stage.new / index).read_text(encoding="utf-8")
-        shards = sorted(set(os.listdir(stage.new)) - {index})
-        base = index.removesuffix(".json").replace(".weights", "")
-        pattern = re.compile(re.escape(base) + r"_(\d{5,})\.weights\.h5")
-        there = {name: int(match[1]) for name in os.listdir(stage.destination) if (match := pattern.fullmatch(name))}
-        if there.keys() & set(shards) and (stage.destination / index).exists():
-            # Under names of their own first: what the index that is there refers to stays as it is until then.
-            first = max([*there.values(), len(shards)]) + 1
-            aside = {name: f"{base}_{first + number:05}.weights.h5" for number, name in enumerate(shards)}
-            for name, other in aside.items():
-                os.rename(stage.new / name, stage.new / other)
-            (stage.new / index).write_text(_renamed(text, aside), encoding="utf-8")
-            stage.replace_files(list(aside.values()), index, [])
-    try:
-        with writing(stage.destination):
-            for name, other in aside.items():
-                try:
-                    os.link(stage.destination / other, stage.new / name)
-                except OSError:  # a file system without links
-                    shutil.copyfile(stage.destination / other, stage.new / name)
-            (stage.new / index).write_text(text, encoding="utf-8")
-        stage.replace_files(shards, index, sorted({*there, *aside.values()} - set(shards)))
-    except LazyModelError as error:
-        if not aside:
-            raise
+        old = [name for name in os.listdir(stage.destination) if name == index or pattern.fullmatch(name)]
+
+    def other(name: str, attempt: int) -> str:
+        match = pattern.fullmatch(name)
+        assert match is not None, name
+        return f"{base}_{attempt * 10**5 + int(match[1])}.weights.h5"
+
+    if error := replace_shards(stage, index, old, other, _link):
         where = stage.destination / index
         warn(f"{where} is saved, under names of shards that Keras does not look for. Save once more: {error}")
 
 
-def _renamed(text: str, names: dict[str, str]) -> str:
-    """An index with other names of shards."""
-    config = json.loads(text)
-    config["weight_map"] = {
-        key: [names[name] for name in value] if isinstance(value, list) else names[value]
-        for key, value in config["weight_map"].items()
-    }
-    return json.dumps(config, indent=4)
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copyfile(source, target)
 
 
 class _Sparse(io.RawIOBase):

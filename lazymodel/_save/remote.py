@@ -17,6 +17,7 @@ import dataclasses
 import itertools
 import math
 import os
+import queue
 import re
 import threading
 import time
@@ -40,8 +41,8 @@ from lazymodel._save.destination import (
     SavedFile,
     SaveOptions,
     check_file,
-    check_loose,
     check_overwrite,
+    index_of_loose,
     index_text,
     old_files,
 )
@@ -301,7 +302,8 @@ class RemoteDestination:
         self._row = _row_nbytes(options.budget, len(self._processes))
         self._sent = Counter[str]()  # chunks of each file
         self._last: Upload | None = None  # of the one file that counts itself
-        self._begins_commit = False
+        self._calls: _Calls = queue.SimpleQueue()
+        self._begins_commit = self._indexed = False
         self._find_old(alone=options.shard_size is None)
 
     def _find_old(self, *, alone: bool) -> None:
@@ -325,16 +327,19 @@ class RemoteDestination:
         self._alone = alone  # the one file is itself what counts, once its upload is completed
         if alone:
             self._version = version_of(self._decides)
-        check_loose(self._where, old, self.files)
+        # Each name of a loose shard is one of a checkpoint that a reader would mix with what is coming.
+        self._loose = old if old and not alone and not {INDEX, SINGLE} & set(old) else []
         self._old = [name for name in dict.fromkeys([*old, *leftovers]) if name != self._decides.name]
 
     @contextlib.contextmanager
     def staged(self, *, leads: bool, overwrite: bool) -> Generator[None]:
         """Within the block files may come; where it fails all is as it was."""
         self._leads = leads
+        start_thread(_run_all, "upload", self._calls)
         try:
             if leads:
                 check_overwrite(self._there, overwrite)
+                self._index_old()
             yield
         except BaseException:
             if self._last is not None:
@@ -342,6 +347,14 @@ class RemoteDestination:
             if leads:
                 self._delete(self._new)
             raise
+        finally:
+            self._calls.put(None)
+
+    def _index_old(self) -> None:
+        """Gives old shards without an index one, so that new ones can come alongside."""
+        if self._loose and (index := index_of_loose(self._folder, self._loose)) is not None:
+            replace(self._decides, index.encode(), None)
+            self._version, self._indexed = version_of(self._decides), True
 
     def write(self, stage: CollectiveScope) -> None:
         """Sends this process's files, and gives the others what they need of its tensors, until any process fails."""
@@ -389,7 +402,7 @@ class RemoteDestination:
         alone = all(complete(tensor.source) for _, tensor, _ in file.tensors)
         attempts = min(_UPLOADS, path.store.retries.attempts) if alone else 1
         for attempt in range(attempts):
-            upload = begun or Upload(self._store, path, parts, check)
+            upload = begun or Upload(self._store, path, parts, check, self._calls)
             try:
                 if begun is None:
                     with contextlib.closing(self._pieces(file)) as pieces:
@@ -438,9 +451,10 @@ class RemoteDestination:
                     chunk.tensor.source.release()
 
     def _delete(self, files: Sequence[SavedFile]) -> None:
-        """Removes files that do not count; what cannot be, the next save removes."""
-        if not self._alone and not self._committed():
-            delete([self._folder / file.name for file in files])
+        """Removes files that do not count, and an index of old shards; what cannot be, the next save removes."""
+        if (not self._alone or self._indexed) and not self._committed():
+            index = [self._decides] if self._indexed else []
+            delete([self._folder / file.name for file in files if not self._alone] + index)
 
     def commit(self) -> None:
         """Makes complete files count instead of the old ones, which are removed."""
@@ -502,20 +516,31 @@ def parts_of(nbytes: int, memory: int) -> Parts | None:
     return Parts(size, connections) if connections >= 1 else None
 
 
+_Calls: TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"
+
+
+def _run_all(calls: _Calls) -> None:
+    for call in iter(calls.get, None):
+        call()
+
+
 class Upload:
     """An object that is sent in parts: visible once `complete` returns, and gone after `abort`.
 
     Args:
         path: Location of the object, in a store as `Store.open_for_parts` returns it.
         check: Called while a call takes long; an error that it raises ends the waiting.
+        calls: Takes what a thread runs.
     """
 
-    def __init__(self, store: tuple[Any, Any], path: RemotePath, parts: Parts, check: Callable[[], None]) -> None:
+    def __init__(
+        self, store: tuple[Any, Any], path: RemotePath, parts: Parts, check: Callable[[], None], calls: _Calls
+    ) -> None:
         obstore, opened = store
         self._writer: Any = obstore.open_writer(
             opened, path.key, buffer_size=parts.nbytes, max_concurrency=parts.connections
         )
-        self._check, self._calling = check, threading.Lock()
+        self._check, self._calls, self._calling = check, calls, threading.Lock()
 
     def write(self, chunk: np.ndarray) -> None:
         """Sends a chunk, which is not longer than a part. Raises Failure if the store rejects it."""
@@ -539,7 +564,7 @@ class Upload:
             with self._calling:
                 return _failure(function, *arguments)
 
-        if (failure := apart(call, self._checked)) is not None:
+        if (failure := apart(call, self._checked, self._calls.put)) is not None:
             raise failure
 
     def _checked(self) -> bool:

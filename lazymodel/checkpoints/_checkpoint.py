@@ -151,7 +151,7 @@ class JoinedCheckpoint(Checkpoint):
                 )
             owners |= dict.fromkeys(names, part)
             self.format = part.format
-            if part.metadata is not None:
+            if isinstance(part.metadata, dict):  # others decode what is looked up
                 self.metadata = {**(self.metadata or {}), **part.metadata}
         super().__init__(path, owners, [source for part, _ in parts for source in part._sources])
         self._parts = parts

@@ -10,12 +10,13 @@ type and offset from where the tensors' bytes begin. No count is believed before
 
 from __future__ import annotations
 
+import collections
 import math
 import re
 import reprlib
 import struct
 from collections.abc import Sequence
-from typing import Any, BinaryIO, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NamedTuple, NoReturn, cast
 
 import numpy as np
 
@@ -39,6 +40,7 @@ from lazymodel.checkpoints._untrusted import (
 
 _MAGIC = b"GGUF"
 _MAX_HEADER = 128 << 20  # bytes; the tokens of the largest vocabularies take 20 MB
+_MAX_DEPTH = 8  # of arrays in arrays, which llama.cpp itself does not read at all
 _PIECE = 1 << 20  # bytes that are read at least
 _ALIGNED, _ALIGNMENT = "general.alignment", 32  # bytes, where the metadata says nothing else
 
@@ -70,6 +72,28 @@ class _TensorInfo(NamedTuple):
     def nbytes(self) -> int:
         """Bytes in the file."""
         return math.prod(self.shape) // self.type.size * self.type.nbytes
+
+
+class _Metadata(collections.UserDict[str, Any]):
+    """Key → str, int, float, bool or a list of these. Text is decoded when it is looked up."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path = path
+
+    def __getitem__(self, key: str) -> Any:
+        try:
+            self.data[key] = _decoded(self.data[key])
+        except UnicodeDecodeError as error:
+            found = reprlib.repr(bytes(error.object))
+            raise CheckpointError(f"{self._path}: expected {key!r} in UTF-8, found {found}; it is corrupt") from None
+        return self.data[key]
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decoded(each) for each in cast("list[Any]", value)]
+    return value.decode() if isinstance(value, bytearray) else value
 
 
 class _Reader:
@@ -105,9 +129,12 @@ class _Reader:
         return int.from_bytes(self.take(nbytes), "little")
 
     def string(self, what: str) -> str:
-        return self.strings(1, what)[0]
+        try:
+            return self.strings(1)[0].decode()
+        except UnicodeDecodeError as error:
+            self.fail(f"expected {what} in UTF-8, found {reprlib.repr(bytes(error.object))}")
 
-    def strings(self, count: int, what: str) -> list[str]:
+    def strings(self, count: int) -> list[bytearray]:
         texts: list[bytearray] = []
         unpack = _LENGTH.unpack_from
         for _ in range(count):  # a hundred thousand tokens: nothing is called for each that need not be
@@ -118,10 +145,7 @@ class _Reader:
             if self.at > len(self.data):
                 self.need(0)
             texts.append(self.data[begin : self.at])
-        try:
-            return [text.decode() for text in texts]
-        except UnicodeDecodeError as error:
-            self.fail(f"expected {what} in UTF-8, found {reprlib.repr(bytes(error.object))}")
+        return texts
 
     def count(self, least: int, what: str) -> int:
         """A count of what takes at least so many bytes each."""
@@ -131,25 +155,31 @@ class _Reader:
         return count
 
     def value(self, key: str) -> Any:
-        """A value after its type: a str, int, float or bool, or a list of one of these."""
-        kind, count = self.integer(4), None
+        """A value after its type: the bytes of a text, an int, float or bool, or a list of these."""
+        kind = self.integer(4)
         if key == _ALIGNED and kind != _UINT32:
             self.fail(f"expected {key!r} to be of type {_UINT32}, found type {kind}")
-        if kind == _ARRAY:
-            kind = self.integer(4)
-            least = np.dtype(_NUMBERS[kind]).itemsize if kind in _NUMBERS else 8
-            count = self.count(least, f"elements of {key!r}")
+        return self._values(key, kind, 1, 0)[0]
+
+    def _values(self, key: str, kind: int, count: int, depth: int) -> list[Any]:
         if kind == _STRING:
-            values: list[Any] = self.strings(1 if count is None else count, f"{key!r}")
-        elif kind in _NUMBERS:
+            return self.strings(count)
+        if kind in _NUMBERS:
             dtype = np.dtype(_NUMBERS[kind])
-            values = np.frombuffer(self.take(dtype.itemsize * (1 if count is None else count)), dtype).tolist()
-        else:
+            return np.frombuffer(self.take(dtype.itemsize * count), dtype).tolist()
+        if kind != _ARRAY:
             self.fail(f"expected {key!r} to be a number, text or an array of these, found type {kind}")
-        return values[0] if count is None else values
+        if depth == _MAX_DEPTH:
+            self.fail(f"expected at most {_MAX_DEPTH} arrays in each other, found more at {key!r}")
+        arrays: list[Any] = []
+        for _ in range(count):
+            inner = self.integer(4)
+            least = np.dtype(_NUMBERS[inner]).itemsize if inner in _NUMBERS else 12 if inner == _ARRAY else 8
+            arrays.append(self._values(key, inner, self.count(least, f"elements of {key!r}"), depth + 1))
+        return arrays
 
 
-def _read_header(source: ByteReader) -> tuple[dict[str, Any], dict[str, _TensorInfo]]:
+def _read_header(source: ByteReader) -> tuple[_Metadata, dict[str, _TensorInfo]]:
     """The checked header of a file: metadata, and tensors in the order in which the file lists them."""
     with reading(source.path), source.open_file() as file:
         reader = _Reader(source.path, source.size, file)
@@ -167,13 +197,14 @@ def _read_header(source: ByteReader) -> tuple[dict[str, Any], dict[str, _TensorI
         if version not in (2, 3):
             raise mismatch(source.path, "GGUF version 2 or 3", version, "convert it again")
         tensors = reader.count(24, "tensors")
-        values: dict[str, Any] = {}
+        metadata = _Metadata(source.path)
+        values = metadata.data
         for _ in range(reader.count(13, "metadata")):
             key = reader.string("a key")
             if key in values:
                 reader.fail(f"expected each key once, found {reprlib.repr(key)} twice")
             values[key] = reader.value(key)
-        return values, _read_tensors(reader, tensors, values.get(_ALIGNED, _ALIGNMENT))
+        return metadata, _read_tensors(reader, tensors, values.get(_ALIGNED, _ALIGNMENT))
 
 
 def _read_tensors(reader: _Reader, count: int, alignment: int) -> dict[str, _TensorInfo]:

@@ -563,7 +563,10 @@ class _Inspection:
         """Notes the tensors of a file, and that some were found before."""
         path = checkpoint.path
         self.files.update(dict.fromkeys(content_files(checkpoint), ()))
-        self.add_metadata(checkpoint.metadata)
+        try:
+            self.add_metadata(checkpoint.metadata)
+        except LazyModelError as error:
+            self.problem(str(error), path)
         again: dict[str, list[str]] = {}
         texts: dict[Any, str] = {}  # a million tensors may be in one file, and have one dtype
         for name in names:

@@ -9,7 +9,7 @@ elsewhere, given by the caller, also shows that nobody replaced both.
 
 Formats: https://huggingface.co/docs/hub/local-cache; `huggingface_hub/_local_folder.py` for the metadata of
 `hf download --local-dir`; https://huggingface.co/docs/hub/api, `/api/models/{repo}/revision/{revision}?blobs=true`, for
-the hub's hashes; GNU coreutils' manual, "md5sum invocation", for manifests.
+the hub's hashes; GNU coreutils' manual, "md5sum invocation", for manifests, with `--tag` for BSD's lines.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ _GIVEN = re.compile(r"(?:([a-z0-9-]+):)?([0-9A-Fa-f]+)")
 _MANIFEST = re.compile(r"(?:(md5|sha1|sha256|sha512)sums?|checksums?)(?:\.txt)?", re.IGNORECASE)
 _MANIFESTS = ("SHA256SUMS", "sha256sums.txt", "checksums.txt")  # that are looked for where nothing can be listed
 _SUFFIXES = (".sha256", ".sha512", ".sha1", ".md5")
-_COREUTILS = re.compile(r"([0-9A-Fa-f]+)[ \t]+\*?(.+)")
+_COREUTILS = re.compile(r"(\\?)([0-9A-Fa-f]+)[ \t]+\*?(.+)")
+_BSD = re.compile(r"([A-Za-z0-9-]+) ?\((.+)\) ?= ?([0-9A-Fa-f]+)")
+_ESCAPES = re.compile(r"\\([\\nr])")
 
 
 class Hash(NamedTuple):
@@ -256,8 +258,13 @@ def _read_manifest(manifest: Location, folder: str) -> dict[str, list[Hash]]:
         algorithm, about = manifest.suffix[1:], manifest.name.removesuffix(manifest.suffix)
     stated: dict[str, list[Hash]] = {}
     for line in map(str.strip, text.split("\n")):
-        if match := _COREUTILS.fullmatch(line):
-            digits, name = match.groups()
+        if match := _BSD.fullmatch(line):
+            label, name, digits = match.groups()
+            found = _parse(digits, label.lower().replace("sha2-", "sha"), str(manifest))
+        elif match := _COREUTILS.fullmatch(line):
+            escaped, digits, name = match.groups()
+            if escaped:
+                name = _ESCAPES.sub(lambda code: {"n": "\n", "r": "\r"}.get(code[1], code[1]), name)
             found = _parse(digits, algorithm or _BY_LENGTH.get(len(digits)), str(manifest))
         else:
             name, found = about, _parse(line, algorithm if about else None, str(manifest))

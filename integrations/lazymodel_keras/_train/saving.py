@@ -40,7 +40,7 @@ from lazymodel import AbstractModel, LazyModelError, Progress, save
 from lazymodel._mapping.match import lazy_values
 from lazymodel._save.atomic import carry_over, staging, writing
 from lazymodel._save.destination import Destination, SavedFile, check_room, old_files
-from lazymodel._save.hdf5 import replace_shards, reserving_properties
+from lazymodel._save.hdf5 import replace_keras_shards, reserving_properties
 from lazymodel._save.save import default_budget
 from lazymodel._save.write import check_budget, write_files
 from lazymodel._show.progress import progress_for
@@ -190,7 +190,7 @@ def _saved_whole(original: Any, *args: Any, **kwargs: Any) -> Any:
     with staging(destination, inside=sharded, rivals=rivals) as stage:
         result = write(stage.new / path.name)
         if sharded:
-            replace_shards(stage, path.name if path.suffix == ".json" else path.with_suffix(".json").name)
+            replace_keras_shards(stage, path.name if path.suffix == ".json" else path.with_suffix(".json").name)
             return result
         if path.exists():
             with writing(path):

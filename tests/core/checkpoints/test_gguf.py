@@ -32,6 +32,7 @@ METADATA = {
     "scores": [0.5, -1.0],
     "flags": [True, False],
     "none": [],
+    "nested": [[1, 2], [], ["a"]],
     "wide": struct.pack("<Id", 12, 0.1),
     "long": struct.pack("<Iq", 11, -(2**40)),
 }
@@ -239,6 +240,10 @@ def changed_alignment() -> bytes:
     return gguf_file({"general.alignmenT": "x"}, {}).replace(b"T", b"t")
 
 
+def nested(depth: int) -> bytes:
+    return struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * depth + struct.pack("<IQ", 4, 0)
+
+
 HOSTILE = {
     "magic": (changed(0, b"GGUX"), "is not a GGUF file"),
     "empty": (b"", "is not a GGUF file"),
@@ -256,8 +261,8 @@ HOSTILE = {
         gguf_file({"k": struct.pack("<IIQQ", 9, 8, 1, HUGE)}, {}),
         "is truncated: .* it is corrupt",
     ),
-    "arrays in arrays": (gguf_file({"k": struct.pack("<IIQIQ", 9, 9, 1, 4, 0)}, {}), "'k' to be .* found type 9"),
-    "a token in UTF-8": (gguf_file({"k": ["abc"]}, TENSORS).replace(b"abc", b"a\xffc"), "'k' in UTF-8, found"),
+    "arrays": (gguf_file({"k": struct.pack("<IIQ", 9, 9, HUGE)}, {}), "expected 1152921504606846976 elements of 'k'"),
+    "nesting": (gguf_file({"k": nested(1000)}, {}), "at most 8 arrays in each other"),
     "alignment": (gguf_file({"general.alignment": 33}, {}), "to be a power of two, found 33"),
     "no alignment": (changed_alignment(), "to be of type 4, found type 8"),
     "twice": (gguf_file({}, TENSORS).replace(b"b", b"a"), "each tensor once, found tensor 'a' twice"),
@@ -281,3 +286,14 @@ def test_hostile_files_are_refused(kind: str, tmp_path: Path) -> None:
     path.write_bytes(content)
     refused(path, message)
     assert problems(path)
+
+
+@pytest.mark.parametrize("value", ["abc", ["abc"]], ids=["a text", "one of a list"])
+def test_a_text_that_is_not_utf_8_is_an_error_when_it_is_looked_up(value: Any, tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(gguf_file({"k": value, "other": 1}, TENSORS).replace(b"abc", b"a\xffc"))
+    with lm.open_checkpoint(tmp_path / "m.gguf") as checkpoint:
+        checkpoint["a"].read()
+        assert checkpoint.metadata and checkpoint.metadata["other"] == 1 and "k" in checkpoint.metadata
+        with pytest.raises(lm.CheckpointError, match="'k' in UTF-8, found"):
+            assert checkpoint.metadata["k"]
+    assert "'k' in UTF-8, found" in problems(tmp_path / "m.gguf")[0]

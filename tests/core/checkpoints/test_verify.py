@@ -104,8 +104,8 @@ NAMED = ["SHA256SUMS", "sha256sums.txt", "sha256sum.txt", "checksums.txt", "CHEC
 ALGORITHMS = [("MD5SUMS", "md5"), ("sha1sum.txt", "sha1"), ("SHA512SUMS", "sha512"), ("all.md5", "md5")]
 ALGORITHMS += [("checksums.txt", "md5")]
 LINES = [
-    "{digest} *{name}", "{digest}\t{name}", "{digest}  ./{name}", "{digest}  {name}\r",
-    "not a hash  {name}\n{digest}  {name}",
+    "{digest} *{name}", "{digest}\t{name}", "{digest}  ./{name}", "{digest}  {name}\r", "\\{digest}  {name}",
+    "SHA256 ({name}) = {digest}", "SHA2-256({name})= {digest}", "not a hash  {name}\n{digest}  {name}",
     "# of the release\n\n-----BEGIN PGP SIGNED MESSAGE-----\nHash: SHA256\n{digest}  {name}",
 ]  # fmt: skip
 ONE_FILE = ["{digest}\n", "{digest}  {name}\n", "{digest}  build/out/{name}\n"]
@@ -139,9 +139,13 @@ def test_whoever_states_a_hash_is_believed(folder, kind):
 GARBAGE = {
     "nothing": b"",
     "UTF-16": b"\xff\xfe" + "0 0".encode("utf-16-le"),
+    "brackets": b"(" * 5000 + b")" * 5000 + b" = ",
+    "half a line": b"SHA256 (" + b") = 0" * 5000,
     "digits": b"0" * 10_000,
     "spaces": b" " * 10_000,
-    "too few and too many digits": (f"{'0' * 63}  {NAMES[0]}\n{'0' * 65}  {NAMES[0]}\n".encode()),
+    "too few and too many digits": (
+        f"{'0' * 63}  {NAMES[0]}\n{'0' * 65}  {NAMES[0]}\nSHA3 ({NAMES[0]}) = {'0' * 64}\n".encode()
+    ),
     "not what SHA256SUMS may state": f"{digest(NAMES[0], 'md5')}  {NAMES[0]}\n".encode(),
     "a name that goes on": f"{digest(NAMES[0])}  {NAMES[0]}\0\n".encode(),
     "other names": f"{digest(NAMES[0])}  sub/{NAMES[0]}\n{digest(NAMES[0])}  {NAMES[0]}.bak\n".encode(),
@@ -189,6 +193,14 @@ def test_names_that_lead_elsewhere_are_not_opened(tmp_path, folder):
         for name in ("../pipe", str(tmp_path / "pipe"), "/dev/zero", "../../../../etc/passwd", "", ".", "a\0b"):
             file.write(f"{'0' * 64}  {name}\n")
     assert_opens(folder)
+
+
+def test_escaped_names(tmp_path):
+    """A name with a newline or backslash is escaped, and its line starts with a backslash."""
+    path = tmp_path / "new\nline\\n.safetensors"
+    path.write_bytes(CONTENT[NAMES[0]])
+    (tmp_path / "SHA256SUMS").write_text(f"\\{digest(NAMES[0])}  new\\nline\\\\n.safetensors\n")
+    assert list(lm.open_checkpoint(path, verify=True)) == ["a"]
 
 
 # --- the cache of the hub --------------------------------------------------------------------------------------------

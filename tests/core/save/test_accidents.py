@@ -310,15 +310,32 @@ def test_orbax_replaces_nothing_but_orbax(tmp_path: Path) -> None:
     assert everything(tmp_path) == before
 
 
-def test_names_of_shards_alternate(tmp_path: Path) -> None:
-    """Shards have the usual names wherever these are free."""
-    for fill, version in ((OLD, ""), (NEW, "-v2"), (NEXT, "")):
+def test_names_that_are_taken(tmp_path: Path) -> None:
+    """Shards have the usual names wherever these are free, also after the same model was saved before."""
+    for fill in (OLD, NEW, NEXT):
         lm.save(arrays(fill), tmp_path, overwrite=True, max_shard_size=500)
         names = sorted(os.listdir(tmp_path))
         count = len(names) - 1
-        shards = [f"model{version}-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
-        assert set(names) == {*shards, "model.safetensors.index.json"}
+        assert names == [
+            *(f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)),
+            "model.safetensors.index.json",
+        ]
         assert found(tmp_path) == fill
+
+
+def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm.save(arrays(OLD), tmp_path, max_shard_size=500)
+
+    def link(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    lm.save(arrays(NEW), tmp_path, overwrite=True, max_shard_size=500)
+    assert found(tmp_path) == NEW
+    assert all(path.name.startswith("model-v2-") for path in tmp_path.glob("model-*"))
+    lm.save(arrays(NEXT), tmp_path, overwrite=True, max_shard_size=500)
+    assert found(tmp_path) == NEXT
+    assert not any(path.name.startswith("model-v") for path in tmp_path.glob("model-*"))
 
 
 def test_links_to_folders(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ WORLDS: dict[str, tuple[dict[str, Any] | None, dict[str, Any], bool]] = {
     "single over sharded": (SHARDED, {}, False),
     "sharded over sharded": (SHARDED, SHARDED, False),
     "single over loose": (SHARDED, {}, True),
+    "sharded over loose": (SHARDED, SHARDED, True),
 }
 
 
@@ -101,14 +102,6 @@ def test_what_would_hide_a_checkpoint_or_be_hidden_is_refused(place: Disk) -> No
     assert place.objects() == before
     place.save(2, "saved/other.safetensors")
     assert (place.found(), place.found("saved/other.safetensors")) == (1, 2)
-
-
-def test_shards_without_an_index_are_not_mixed_with_new_ones(place: Disk) -> None:
-    made(place, "single over loose")
-    before = place.objects()
-    with pytest.raises(lm.LazyModelError, match="saved has shards without an index, model-00001-of-00003"):
-        place.save(2, **SHARDED)
-    assert place.objects() == before and place.found() == 1
 
 
 @pytest.mark.usefixtures("interruptible")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import signal
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,22 @@ def test_what_is_saved_comes_back_bit_for_bit(
         assert counters["uploads"] == {"begun": 3, "completed": 3}
         parts = sum(count for path, count in counters["paths"].items() if path.endswith("/saved.safetensors"))
         assert parts > bits.nbytes / PART, "it came in parts"
+
+
+def test_the_number_of_threads_does_not_grow_with_what_is_saved(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: (started.append(thread.name), start(thread)))
+    counts: list[int] = []
+    for size in (16, 256):
+        started.clear()
+        lm.save({"x": np.zeros((size, 1 << 10), np.float32)}, bucket.url("x.safetensors"), max_host_memory="256KiB",
+                storage_options=bucket.options, overwrite=True)  # fmt: skip
+        counts.append(len(started))
+    assert bucket.server.counters()["paths"], "it was sent"
+    assert counts[1] <= counts[0] + 3, counts  # as many chunks as there are rows
 
 
 def test_no_more_memory_than_was_allowed(object_server: ObjectServer) -> None:
