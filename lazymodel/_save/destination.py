@@ -171,11 +171,9 @@ class FolderDestination(Destination):
                 self._stage.replace_files([], SINGLE, others)
 
     def _commit_shards(self) -> None:
-        if self._old and not {INDEX, SINGLE} & set(self._old):
-            # Old shards without an index get one, so that new ones can come alongside.
-            if (index := index_of_loose(self.path, self._old)) is not None:
-                (self._stage.new / INDEX).write_text(index, encoding="utf-8")
-                self._stage.replace_files([], INDEX, [])
+        if index := index_of_loose(self.path, self._old):
+            (self._stage.new / INDEX).write_text(index, encoding="utf-8")
+            self._stage.replace_files([], INDEX, [])
         weights = {tensor: file.name for file in self.files for tensor, _, _ in file.tensors}
         total = sum(file.nbytes - len(file.header) for file in self.files)
         (self._stage.new / INDEX).write_text(index_text(total, weights), encoding="utf-8")
@@ -297,14 +295,18 @@ def index_text(total: int, weights: dict[str, str]) -> str:
     return json.dumps(content, indent=2, sort_keys=True) + "\n"
 
 
-def index_of_loose(folder: Location, names: Sequence[str]) -> str | None:
-    """An index of shards that have none; None where they are not complete, or not a checkpoint for another reason."""
+def index_of_loose(folder: Location, old: Sequence[str]) -> str:
+    """An index for old shards that have none, so that new ones can come alongside; empty if it needs none, or if they
+    are not a complete checkpoint.
+    """
+    if not old or {INDEX, SINGLE} & set(old):
+        return ""
     try:
-        with open_loose(folder, [folder / name for name in names]) as old:
-            weights = {name: os.path.basename(tensor.source.file) for name, tensor in old.items()}
-            return index_text(sum(tensor.nbytes for tensor in old.values()), weights)
+        with open_loose(folder, [folder / name for name in old]) as shards:
+            weights = {name: os.path.basename(tensor.source.file) for name, tensor in shards.items()}
+            return index_text(sum(tensor.nbytes for tensor in shards.values()), weights)
     except LazyModelError:
-        return None
+        return ""
 
 
 def old_files(folder: Location, ignored: re.Pattern[str] | None = None) -> list[str]:

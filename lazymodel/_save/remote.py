@@ -327,8 +327,7 @@ class RemoteDestination:
         self._alone = alone  # the one file is itself what counts, once its upload is completed
         if alone:
             self._version = version_of(self._decides)
-        # Each name of a loose shard is one of a checkpoint that a reader would mix with what is coming.
-        self._loose = old if old and not alone and not {INDEX, SINGLE} & set(old) else []
+        self._index_of_old = "" if alone else index_of_loose(self._folder, old)
         self._old = [name for name in dict.fromkeys([*old, *leftovers]) if name != self._decides.name]
 
     @contextlib.contextmanager
@@ -339,7 +338,9 @@ class RemoteDestination:
         try:
             if leads:
                 check_overwrite(self._there, overwrite)
-                self._index_old()
+                if self._index_of_old:
+                    replace(self._decides, self._index_of_old.encode(), None)
+                    self._version, self._indexed = version_of(self._decides), True
             yield
         except BaseException:
             if self._last is not None:
@@ -349,12 +350,6 @@ class RemoteDestination:
             raise
         finally:
             self._calls.put(None)
-
-    def _index_old(self) -> None:
-        """Gives old shards without an index one, so that new ones can come alongside."""
-        if self._loose and (index := index_of_loose(self._folder, self._loose)) is not None:
-            replace(self._decides, index.encode(), None)
-            self._version, self._indexed = version_of(self._decides), True
 
     def write(self, stage: CollectiveScope) -> None:
         """Sends this process's files, and gives the others what they need of its tensors, until any process fails."""
