@@ -19,7 +19,7 @@ import tempfile
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -39,12 +39,10 @@ from lazymodel._trace.function import ValuedTrace
 from lazymodel.checkpoints._open import located, weight_files
 from lazymodel.checkpoints._untrusted import MAX_JSON, read_at_most
 from lazymodel_keras import _upstream
-from lazymodel_keras._build import Keywords, abstract_build, finished, recorded
-from lazymodel_keras._gguf import is_gguf
+from lazymodel_keras._build import Keywords, Opening, abstract_build, finished, recorded
 from lazymodel_keras._model.keras_object import model_variables, replace
-from lazymodel_keras._record.patches import active, while_recording
+from lazymodel_keras._record.files import RemoteFiles, check_storage_options, is_gguf
 from lazymodel_keras._record.recording import Recording, recording_problem
-from lazymodel_keras._record.remote import RemoteFiles, check_storage_options
 from lazymodel_keras._train.saving import save_preset
 from lazymodel_keras.hub import abstract_from_preset
 
@@ -108,11 +106,7 @@ def _convert_model(
 
 
 def _plan_model(
-    source: str,
-    *,
-    cls: str | None = None,
-    dtype: str | None = None,
-    storage_options: Mapping[str, Any] | None = None,
+    source: str, *, cls: str | None = None, dtype: str | None = None, **opening: Unpack[Opening]
 ) -> AbstractModel[Any]:
     """The abstract model that a preset or a configuration describes.
 
@@ -124,7 +118,7 @@ def _plan_model(
         cls: The name of a KerasHub class, such as `Gemma3CausalLM`; None is the backbone that the configuration names.
         dtype: The dtype policy, such as `bfloat16`; None takes it from a Hugging Face configuration (`dtype` or
             `torch_dtype`), otherwise the default of `from_preset`.
-        storage_options: For a URL: as in `lazymodel.open_checkpoint`.
+        **opening: As for `abstract_from_preset`: `storage_options` for a URL, for example.
 
     Raises:
         CheckpointError: There is no such preset, file or folder, or KerasHub cannot read it.
@@ -140,14 +134,15 @@ def _plan_model(
             keras.dtype_policies.get(dtype)
         except (TypeError, ValueError) as error:
             raise LazyModelError(f"{dtype!r} is not a dtype policy of Keras: {error}") from error
-    check_storage_options(source, storage_options)
+    stores = opening.get("storage_options")
+    check_storage_options(source, stores)
     if is_gguf(source):
-        return _planned(target, source, True, {**options, "storage_options": storage_options})
+        return _planned(target, source, True, {**options, **opening})
     if os.path.exists(source) or RemoteFiles().serves(source):
-        where = located(source, storage_options)
+        where = located(source, stores)
         if not where.is_file():
             _read_config(where / "config.json", shown(source), options)
-            return _planned(target, source, bool(weight_files(where)), {**options, "storage_options": storage_options})
+            return _planned(target, source, bool(weight_files(where)), {**options, **opening})
         with tempfile.TemporaryDirectory() as folder:
             config = Path(folder, "config.json")
             config.write_bytes(read_at_most(where, MAX_JSON, "JSON"))
@@ -308,7 +303,7 @@ _LARGE_NBYTES = 1 << 20
 def build_factory(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any], what: str) -> AbstractModel[Any]:
     """Returns the abstract model of `build(*args, **kwargs)`, for any framework; `what` names it in messages."""
     outcome: list[Callable[[], AbstractModel[Any]]] = []  # filled if it is Keras'
-    traces: list[ValuedTrace] = []
+    traces: list[ValuedTrace] = []  # each is kept until the outer trace ends
     inputs = any(isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) for leaf in jax.tree.leaves((args, kwargs)))
 
     def traced(*args: Any, **kwargs: Any) -> Any:
@@ -328,7 +323,7 @@ def build_factory(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wha
 
 def _traced(run: Callable[[], Any], what: str) -> Any:
     """Runs a function that cannot be recorded; raises if it returns a Keras object."""
-    outer: Recording | None = active()
+    outer: Recording | None = _upstream.active()
 
     def reject() -> None:
         raise LazyModelError(
@@ -396,12 +391,3 @@ def _leaves(result: Any) -> list[Any]:
 
 def _raise(error: Exception) -> AbstractModel[Any]:
     raise error
-
-
-@while_recording(keras.Operation, "__new__")
-@while_recording(_upstream.OptimizerBase, "__init__")
-def _notify(recording: Recording, original: Any, *args: Any, **kwargs: Any) -> Any:
-    recording.is_outermost()
-    if recording.on_made is not None:
-        recording.on_made()
-    return original(*args, **kwargs)

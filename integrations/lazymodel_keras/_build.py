@@ -33,9 +33,8 @@ from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras import _upstream
 from lazymodel_keras._model.keras_object import KerasModel, from_skeleton, has_layout, model_variables
 from lazymodel_keras._model.layers import add_lora, check_lora
-from lazymodel_keras._record.patches import while_recording
+from lazymodel_keras._record.files import Leftovers, known_layers
 from lazymodel_keras._record.recording import OpenedFile, Recording, session
-from lazymodel_keras._record.weight_files import Leftovers, known_layers
 
 
 def enable_lora(model: Any, rank: int, targets: str | None = None) -> None:
@@ -181,7 +180,7 @@ def _parameters(cls: type) -> set[str]:
     return {name for signature in found for name in signature.parameters} - {"self", "args", "kwargs"}
 
 
-@while_recording(_upstream.Functional, "__init__")
+@_upstream.while_recording(_upstream.Functional, "__init__")
 def _reject_dropped(recording: Recording, original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     if (keywords := recording.keywords) is not None:
         # Other classes may use their arguments before; but those hardly have names like ours.

@@ -9,20 +9,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn, TypeAlias, cast
-from urllib.parse import urlsplit
 
 import numpy as np
 
 from lazymodel import Checkpoint, CheckpointError, LazyTensor, open_checkpoint
 from lazymodel._quantized.config import Plain
 from lazymodel._remote.path import Location, RemotePath
-from lazymodel._remote.url import is_url
 from lazymodel._show.text import listed
 from lazymodel.checkpoints._checkpoint import CONFIG, DecodedCheckpoint
 from lazymodel_keras import _upstream
@@ -634,15 +631,6 @@ def _numbers(metadata: Metadata, key: str, kind: type, count: int) -> list[Any]:
     if len(numbers) != count or len(values) != count:
         metadata.refuse(f"tokenizer.ggml.{key}", f"{count} numbers, one a token", f"{len(numbers)} among {len(values)}")
     return numbers
-
-
-def is_gguf(preset: Any) -> bool:
-    """Returns True if a preset is a GGUF file, its URL, or a folder of such files without a configuration."""
-    if not isinstance(preset, str):
-        return False
-    if (urlsplit(preset).path if is_url(preset) else preset).endswith(".gguf"):
-        return True
-    return os.path.isdir(preset) and not (Path(preset) / CONFIG).exists() and any(Path(preset).glob("*.gguf"))
 
 
 class GgufModel(DecodedCheckpoint):

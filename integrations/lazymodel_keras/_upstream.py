@@ -1,6 +1,7 @@
-"""All private parts of Keras and KerasHub that this package uses, in one place.
+"""All private parts of Keras and KerasHub that this package uses, and how functions of theirs are replaced.
 
-Each is here because no public name does the same; `tests/keras/test_upstream.py` fails when one of them moves.
+Each part is here because no public name does the same; `tests/keras/test_upstream.py` fails when one of them moves.
+Replaced functions are installed while a thread needs them, and act in that thread only.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import contextlib
 import copy
 import functools
 import importlib
+import inspect
 import operator
 import random
 import sys
+import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from types import CellType
 from typing import Any
@@ -60,7 +63,8 @@ QUANTIZERS = tuple(importlib.import_module(f"keras.src.quantizers{name}") for na
 SAVING_API = importlib.import_module("keras.src.saving.saving_api")
 SAVING_LIB = importlib.import_module("keras.src.saving.saving_lib")
 LEGACY_H5 = importlib.import_module("keras.src.legacy.saving.legacy_h5_format")
-LOAD_ORBAX = "_load_model_from_orbax_checkpoint"  # of `SAVING_API`, from Keras 3.14 on
+LOAD_ORBAX = "_load_model_from_orbax_checkpoint"
+ORBAX_API: Any = SAVING_API if hasattr(SAVING_API, LOAD_ORBAX) else None  # from Keras 3.14 on
 
 current_scope: Callable[[], Any] = get_stateless_scope
 WeightsStore: Any = H5IOStore
@@ -414,3 +418,94 @@ def exporter() -> Any:
 def gpt_oss_converter() -> Any:
     """The module that converts GPT-OSS from Hugging Face; or None."""
     return _late("convert_gpt_oss")
+
+
+# Patches --------------------------------------------------------------------------------------------------------------
+
+
+class SharedPatches:
+    """Patches that are installed while at least one thread needs them, and act in such threads only.
+
+    `around` is a context manager that is entered meanwhile.
+    """
+
+    def __init__(self, around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext) -> None:
+        self._around = around
+        self._patches: list[tuple[Any, str, Any]] = []  # owner, name, replacement
+        self._lock = threading.Lock()
+        self._users = 0
+        self._undo = contextlib.ExitStack()
+        self._thread = threading.local()  # like Keras' own global state
+
+    @property
+    def value(self) -> Any:
+        """The value that this thread needs them with; None if it does not."""
+        return getattr(self._thread, "value", None)
+
+    @contextlib.contextmanager
+    def needed(self, value: Any = True) -> Generator[None]:
+        """Keeps the patches installed in the block, where they get a value."""
+        with self._lock:
+            if self._users == 0:
+                self._install()
+            self._users += 1
+        before, self._thread.value = self.value, value
+        try:
+            yield
+        finally:
+            self._thread.value = before
+            with self._lock:
+                self._users -= 1
+                if self._users == 0:
+                    self._undo.close()
+
+    def replacing(self, owner: Any, name: str) -> Callable[[Any], Any]:
+        """Calls the decorated `ours(value, original, …)` in place of `owner.name(…)`.
+
+        For a module, also in the modules of KerasHub that have imported the name from there. `owner` may be a function
+        that returns it, several, or None.
+        """
+
+        def decorate(ours: Any) -> Any:
+            self._patches.append((owner, name, ours))
+            return ours
+
+        return decorate
+
+    def _install(self) -> None:
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(self._around())
+            for owner, name, ours in self._patches:
+                found = owner() if inspect.isfunction(owner) else owner
+                for holder in found if isinstance(found, list) else [found]:
+                    if holder is not None:
+                        self._replace(undo, holder, name, ours)
+            self._undo = undo.pop_all()
+
+    def _replace(self, undo: contextlib.ExitStack, owner: Any, name: str, ours: Any) -> None:
+        found = vars(owner)[name]
+        original = getattr(found, "__func__", found)  # for a class method
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            value = self.value
+            return original(*args, **kwargs) if value is None else ours(value, original, *args, **kwargs)
+
+        importers = modules_with(name, found) if inspect.ismodule(owner) else ()
+        for holder in (owner, *importers):
+            replace(undo, holder, name, call if found is original else type(found)(call))
+
+
+def replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Sets an attribute until `undo` closes."""
+    undo.callback(setattr, owner, name, vars(owner)[name])
+    setattr(owner, name, value)
+
+
+recording_patches = SharedPatches()
+while_recording = recording_patches.replacing  # replacements get the `Recording` that is running in this thread
+
+
+def active() -> Any:
+    """The `Recording` that is running in this thread, or None."""
+    return recording_patches.value

@@ -6,6 +6,7 @@ KerasHub's and Keras' own constructors, loaders and converters run unchanged; th
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import os
 import re
@@ -49,11 +50,9 @@ from lazymodel_keras._build import (
     check_options,
     of_kind,
 )
-from lazymodel_keras._gguf import is_gguf
 from lazymodel_keras._model.keras_object import KerasModel, from_skeleton
-from lazymodel_keras._record.patches import SharedPatches, active, collecting_patches
+from lazymodel_keras._record.files import check_storage_options, is_gguf
 from lazymodel_keras._record.recording import LoadOptions, Recording, session
-from lazymodel_keras._record.remote import check_storage_options
 from lazymodel_keras._train.restore import is_orbax, model_from_orbax, read_state
 
 T = TypeVar("T")
@@ -116,7 +115,7 @@ def from_preset(
     check_options("from_preset", of_kind(Loading, options), Loading)
     if isinstance(compile, bool):
         kwargs, compile = {**kwargs, "compile": compile}, None
-    with collecting_patches.needed():
+    with _collecting.needed():
         abstract = abstract_from_preset(cls, preset, load_weights, **of_kind(Opening, options), **kwargs)
         if mesh is not None:
             abstract = abstract.shard(mesh, rules, on_unmatched=on_unmatched)
@@ -437,7 +436,7 @@ def _block(
         materialize(result, None if partly else what, only_own=True)
 
     recording.on_loaded = materialize_loaded
-    with session(recording), _hooks.needed():
+    with session(recording), _hooks.needed(recording):
         yield
     materialize(None, None, only_own=False)
     if block_rules is not None and block_rules.unused and not one_model:
@@ -464,13 +463,27 @@ class _BlockRules:
         return read_rules(self._rules, variables, mesh, large)[0]
 
 
-_hooks = SharedPatches()
+@contextlib.contextmanager
+def _no_full_collections() -> Generator[None]:
+    # Importing Keras and KerasHub makes a full garbage collection due: a quarter of a second in which no other thread
+    # reads or compiles, as long as a model takes to load. Young objects are still collected.
+    young, middle, old = gc.get_threshold()
+    gc.set_threshold(young, middle, max(old, 1 << 20))
+    try:
+        yield
+    finally:
+        gc.set_threshold(young, middle, old)
+
+
+_collecting = _upstream.SharedPatches(_no_full_collections)
+_hooks = _upstream.SharedPatches()
 
 
 @_hooks.replacing(keras.Model, "load_weights")
-def _load_weights(original: Any, self: Any, filepath: Any, skip_mismatch: bool = False, **kwargs: Any) -> Any:
+def _load_weights(
+    recording: Recording, original: Any, self: Any, filepath: Any, skip_mismatch: bool = False, **kwargs: Any
+) -> Any:
     def load() -> Any:
-        recording: Recording = active()
         where = recording.remote.located(filepath)
         if not is_orbax(where):
             return original(self, recording.remote.for_keras(where), skip_mismatch, **kwargs)
@@ -480,17 +493,22 @@ def _load_weights(original: Any, self: Any, filepath: Any, skip_mismatch: bool =
         return read_state(recording, self, where, strict=not skip_mismatch)
 
     partly = bool(skip_mismatch or kwargs.get("objects_to_skip"))
-    return _announced(original.__qualname__, load, of=self, partly=partly)
+    return _announced(recording, original.__qualname__, load, of=self, partly=partly)
 
 
 @_hooks.replacing(keras.saving, "load_model")
 @_hooks.replacing(keras.models, "load_model")
 def _load_model(
-    original: Any, filepath: Any, custom_objects: Any = None, compile: bool = True, safe_mode: bool = True
+    recording: Recording,
+    original: Any,
+    filepath: Any,
+    custom_objects: Any = None,
+    compile: bool = True,
+    safe_mode: bool = True,
 ) -> Any:
+    remote = recording.remote
+
     def load() -> Any:
-        recording: Recording = active()
-        remote = recording.remote
         where = remote.located(filepath)
         if is_orbax(where):
             return model_from_orbax(where, custom_objects, compile, safe_mode, strict=recording.options.strict)
@@ -500,26 +518,26 @@ def _load_model(
         load_file = _upstream.loader_of_file(original, where.name)
         return load_file(remote.for_keras(where), custom_objects, compile, safe_mode)
 
-    return _announced(original.__qualname__, load)
+    return _announced(recording, original.__qualname__, load)
 
 
 @_hooks.replacing(lambda: getattr(_upstream.hub_models(), "Backbone", None), "from_preset")
 @_hooks.replacing(lambda: getattr(_upstream.hub_models(), "Task", None), "from_preset")
-def _from_preset(original: Any, cls: Any, preset: Any, *args: Any, **kwargs: Any) -> Any:
-    recording: Recording = active()
+def _from_preset(recording: Recording, original: Any, cls: Any, preset: Any, *args: Any, **kwargs: Any) -> Any:
     if recording.loading:
         return original(cls, preset, *args, **kwargs)
     recording.keywords = keywords = Keywords(kwargs.keys(), taker="lazymodel_keras.deferred")
     keywords.check_ours(cls)
     try:
-        return _announced(original.__qualname__, lambda: original(cls, preset, *args, **kwargs))
+        return _announced(recording, original.__qualname__, lambda: original(cls, preset, *args, **kwargs))
     finally:
         recording.keywords = None
 
 
-def _announced(what: str, load: Callable[[], Any], *, of: Any = None, partly: bool = False) -> Any:
+def _announced(
+    recording: Recording, what: str, load: Callable[[], Any], *, of: Any = None, partly: bool = False
+) -> Any:
     """Runs a call that loads; the outermost one reports the loaded object to the recording: `of`, or its result."""
-    recording: Recording = active()
     if recording.loading:
         return load()
     # Unused tensors are checked for each call, even if another call opens the same files again.

@@ -31,14 +31,14 @@ def command() -> Callable[..., Ran]:
 @pytest.fixture
 def small_files_limit(monkeypatch: pytest.MonkeyPatch) -> int:
     """Bytes of a preset's small files that are fetched from a URL."""
-    monkeypatch.setattr("lazymodel_keras._record.remote._MOST", 100)
+    monkeypatch.setattr("lazymodel_keras._record.files._MOST", 100)
     return 100
 
 
 @pytest.fixture
 def no_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where obstore is not installed."""
-    monkeypatch.setattr("lazymodel_keras._record.remote.has_obstore", lambda: False)
+    monkeypatch.setattr("lazymodel_keras._record.files.has_obstore", lambda: False)
 
 
 @pytest.fixture

@@ -40,7 +40,6 @@ from lazymodel_keras import _upstream
 from lazymodel_keras._model.compiled import check, first_batch, holding, inputs_of, lower
 from lazymodel_keras._model.layers import Filters, add_lora, check_lora, check_quantization, quantize
 from lazymodel_keras._record.initializers import LARGE, GivenValue
-from lazymodel_keras._record.patches import active
 from lazymodel_keras._record.recording import RecordedVariable, Recording, record, session
 
 
@@ -341,7 +340,7 @@ class KerasModel(Framework):
             change(built)
             return built
 
-        with contextlib.nullcontext() if active() is recording else session(recording):
+        with contextlib.nullcontext() if _upstream.active() is recording else session(recording):
             change(result)
         changed = KerasModel(build and rebuild, recording, result, only_own=self.only_own)
         changed.distribution = self.distribution

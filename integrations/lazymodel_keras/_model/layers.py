@@ -23,7 +23,6 @@ from lazymodel._show.text import closest
 from lazymodel._tensors.decoded import Computation, ComputedTensor, Output
 from lazymodel._trace.errors import on_host
 from lazymodel_keras import _upstream
-from lazymodel_keras._record.patches import SharedPatches, active
 from lazymodel_keras._record.recording import quick_collections
 
 # Keras' layers in these modes have no LoRA, or not before calibration.
@@ -84,7 +83,7 @@ def held_lazily(value: Any) -> LazyTensor | None:
     """
     if isinstance(value, keras.Variable):
         variable, value = value, _upstream.value(value)
-        recording = active()
+        recording = _upstream.active()
         if value is None and recording is not None and (recorded := recording.of(variable)) is not None:
             path, dtype = variable.path, jax.numpy.dtype(_upstream.own_dtype(variable))
             if recorded.value is not None:
@@ -96,13 +95,13 @@ def held_lazily(value: Any) -> LazyTensor | None:
     return value if isinstance(value, LazyTensor) else None
 
 
-lazy_operations = SharedPatches()
+lazy_operations = _upstream.SharedPatches()
 
 
 def _viewing(name: str) -> Callable[..., Any]:
     """An operation of `keras.ops` that returns views of lazy tensors, and of variables that hold one, unread."""
 
-    def operation(original: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def operation(_: Any, original: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         several = isinstance(x, list | tuple)
         held = [held_lazily(each) for each in (x if several else [x])]
         if any(tensor is None for tensor in held):
@@ -176,7 +175,7 @@ def _chunked(outputs: Callable[..., tuple[tuple[int, ...], list[Output]]]) -> Ca
     results.
     """
 
-    def quantizer(original: Any, *args: Any, **kwargs: Any) -> Any:
+    def quantizer(_: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(original).bind(*args, **kwargs)
         bound.apply_defaults()
         inputs, over, *rest = bound.args
@@ -204,7 +203,7 @@ def _over_groups(tensor: LazyTensor, block_size: int, dtype: str) -> tuple[tuple
     return groups, [values, scales, Output(jax.numpy.dtype("int8"), groups, lambda found: found[2], small=True)]
 
 
-def _pack_int4(original: Any, arr: Any, axis: int = 0, dtype: Any = "int8") -> Any:
+def _pack_int4(_: Any, original: Any, arr: Any, axis: int = 0, dtype: Any = "int8") -> Any:
     tensor = held_lazily(arr)
     order = None if tensor is None else _order(tensor)
     if tensor is None or order is None or not isinstance(tensor.source, ComputedTensor):
@@ -226,7 +225,7 @@ def _order(tensor: LazyTensor) -> tuple[int, ...] | None:
     return tuple(int(axis) for axis in np.argsort(order)) if order and same and not tensor.steps else None
 
 
-def _unpack_int4(original: Any, packed: Any, orig_len: int, axis: int = 0, dtype: Any = "int8") -> Any:
+def _unpack_int4(_: Any, original: Any, packed: Any, orig_len: int, axis: int = 0, dtype: Any = "int8") -> Any:
     tensor = held_lazily(packed)
     if tensor is None:
         return original(packed, orig_len, axis, dtype)
@@ -241,7 +240,7 @@ def _on_host(function: Callable[..., Any], *args: Any) -> tuple[np.ndarray, ...]
         return tuple(np.asarray(result) for result in function(*args))
 
 
-_patches = SharedPatches()
+_patches = _upstream.SharedPatches()
 for _name, _ours in {
     "abs_max_quantize": _chunked(_over_axes),
     "abs_max_quantize_grouped_with_zero_point": _chunked(_over_groups),

@@ -34,7 +34,6 @@ from lazymodel._tensors.shards import DeviceTensor
 from lazymodel._trace.errors import on_host
 from lazymodel._trace.function import trace_function
 from lazymodel_keras import _upstream
-from lazymodel_keras._record.patches import active, while_recording
 
 LARGE = 1 << 20  # bytes; a decoder's hundreds of smaller variables fit on any host
 _TEMPLATES = 512  # kept for later models; a decoder needs about ten
@@ -253,7 +252,7 @@ def _takes_layout(variable: Any, initializer: Callable[..., Any]) -> bool:
 def _undone_if_not_traced() -> Generator[None]:
     """Undoes the draws of an initializer inside the block if it fails."""
     undo = _upstream.remembered_draws()
-    recording = active()
+    recording = _upstream.active()
     recording.draws = []
     try:
         yield
@@ -271,7 +270,7 @@ def _seeds_are_known(recording: Any) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if recording.draws is None else jax.ensure_compile_time_eval()
 
 
-@while_recording(keras.random.SeedGenerator, "next")
+@_upstream.while_recording(keras.random.SeedGenerator, "next")
 def _next(recording: Any, original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     with _seeds_are_known(recording):
         if recording.draws is not None:
@@ -279,7 +278,7 @@ def _next(recording: Any, original: Any, self: Any, *args: Any, **kwargs: Any) -
         return original(self, *args, **kwargs)
 
 
-@while_recording(_upstream.SEED_GENERATORS, "global_seed_generator")
+@_upstream.while_recording(_upstream.SEED_GENERATORS, "global_seed_generator")
 def _global_generator(recording: Any, original: Any) -> Any:
     with _seeds_are_known(recording):
         return original()

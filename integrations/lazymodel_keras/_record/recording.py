@@ -1,6 +1,6 @@
 """Runs Keras code abstractly: records variables, the values assigned to them, and weight files.
 
-Every `variable.assign` of an abstract variable is recorded instead of carried out. `_record/weight_files` makes files
+Every `variable.assign` of an abstract variable is recorded instead of carried out. `_record/files` makes files
 return lazy tensors; nothing here decides about devices.
 """
 
@@ -32,10 +32,8 @@ from lazymodel._tensors.shards import MismatchedTensor, StoredTensor, misshapen,
 from lazymodel.checkpoints._checkpoint import DecodedCheckpoint
 from lazymodel.checkpoints._verify import Verify, verify_files
 from lazymodel_keras import _upstream
+from lazymodel_keras._record.files import Leftovers, RemoteFiles, checkpoint_files, open_decoded
 from lazymodel_keras._record.initializers import GivenValue, InitialValue, initial_value, value_on_host
-from lazymodel_keras._record.patches import activated, active, recording_patches, while_recording
-from lazymodel_keras._record.remote import RemoteFiles
-from lazymodel_keras._record.weight_files import Leftovers, checkpoint_files, open_decoded
 
 
 @dataclasses.dataclass(eq=False)
@@ -58,7 +56,7 @@ class _NoValue:
         recording, variable = self._recording(), self._variable()
         if _upstream.in_symbolic_scope():  # shapes only
             return jax.numpy.zeros(shape, dtype) if self._given is None else self._given(shape, dtype)
-        if recording is None or variable is None or active() is not recording:
+        if recording is None or variable is None or _upstream.active() is not recording:
             raise has_no_value(variable)
         recording.is_outermost()
         return recording.scope.get_current_value(variable)
@@ -311,7 +309,7 @@ class Recording:
 
     def is_outermost(self) -> bool:
         """Returns True if the running code is in no scope within ours, such as that of Keras tracing a layer."""
-        if _upstream.current_scope() is None and active() is self:  # after `keras.utils.clear_session`
+        if _upstream.current_scope() is None and _upstream.active() is self:  # after `keras.utils.clear_session`
             _upstream.set_scope(self.scope)
         return _upstream.current_scope() is self.scope
 
@@ -385,7 +383,7 @@ def recording_problem() -> str:
         )
     if keras.config.is_nnx_enabled():
         return "Keras' NNX mode allocates every variable when it is created; unset KERAS_NNX_ENABLED"
-    if active() is not None:
+    if _upstream.active() is not None:
         return "models are already being built abstractly here; leave the outer block first"
     return ""
 
@@ -417,11 +415,10 @@ def session(recording: Recording) -> Generator[Recording]:
         raise LazyModelError(problem)
     try:
         with (
-            recording_patches.needed(),
+            _upstream.recording_patches.needed(recording),
             quick_collections(),
             _upstream.no_pending_variables(),
             recording.scope,
-            activated(recording),
         ):
             yield recording
             gc.collect()  # variables in cycles that Keras dropped, which would be there in one run and not in another
@@ -442,7 +439,7 @@ def record(build: Callable[[], Any], first: Recording | None = None) -> tuple[Re
         return recording, build()
 
 
-@while_recording(_upstream.VariableBase, "__init__")
+@_upstream.while_recording(_upstream.VariableBase, "__init__")
 def _initialize(
     recording: Recording,
     original: Any,
@@ -467,23 +464,32 @@ def _initialize(
         recording.add(self, _upstream.initializer(self))
 
 
-@while_recording(keras.StatelessScope, "__exit__")
+@_upstream.while_recording(keras.StatelessScope, "__exit__")
 def _exit(recording: Recording, original: Any, self: Any, *exception: Any) -> None:
     original(self, *exception)
     if _upstream.current_scope() is recording.scope and self.initialize_variables:
         recording.initialize_waiting()
 
 
-@while_recording(_upstream.OptimizerBase, "build")
+@_upstream.while_recording(_upstream.OptimizerBase, "build")
 def _build(recording: Recording, original: Any, self: Any, variables: Any) -> None:
     original(self, variables)
     recording.optimizers.append((weakref.ref(self), [weakref.ref(variable) for variable in variables]))
 
 
-@while_recording(_upstream.OPS, "copy")
+@_upstream.while_recording(_upstream.OPS, "copy")
 def _copy(recording: Recording, original: Any, x: Any) -> Any:
     # ScheduleFreeAdamW assigns copies of the variables to its own. The assigned value can be the variable itself, which
     # has no value yet. Other callers may keep the copy, so they get one.
     abstract = recording.of(x) is not None and _upstream.value(x) is None
-    building = abstract and isinstance(sys._getframe(3).f_locals.get("self"), keras.Optimizer)
+    building = abstract and isinstance(sys._getframe(2).f_locals.get("self"), keras.Optimizer)
     return x if building else original(x)
+
+
+@_upstream.while_recording(keras.Operation, "__new__")
+@_upstream.while_recording(_upstream.OptimizerBase, "__init__")
+def _announce(recording: Recording, original: Any, *args: Any, **kwargs: Any) -> Any:
+    recording.is_outermost()
+    if recording.on_made is not None:
+        recording.on_made()
+    return original(*args, **kwargs)

@@ -26,7 +26,7 @@ from lazymodel._save.remote import check_writable
 from lazymodel.checkpoints._checkpoint import KEY, described, is_nothing, place_of, read_described
 from lazymodel.checkpoints._open import located
 from lazymodel.checkpoints._untrusted import read_json_file, read_json_object
-from lazymodel_keras._record.remote import has_obstore
+from lazymodel_keras._record.files import has_obstore
 from lazymodel_keras._train.restore import step_folder
 
 _Stock: Any = getattr(keras.callbacks, "OrbaxCheckpoint", keras.callbacks.Callback)

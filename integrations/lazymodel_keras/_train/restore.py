@@ -34,9 +34,8 @@ from lazymodel.checkpoints._untrusted import read_json_file
 from lazymodel_keras import _upstream
 from lazymodel_keras._build import Materializing, check_all_used, check_options, of_kind
 from lazymodel_keras._model.keras_object import KerasModel, extended, from_skeleton, model_variables
-from lazymodel_keras._record.patches import active, while_recording
+from lazymodel_keras._record.files import RemoteFiles, check_storage_options
 from lazymodel_keras._record.recording import LoadOptions, Recording, session
-from lazymodel_keras._record.remote import RemoteFiles, check_storage_options
 
 # Matching of saved paths and paths of a model, despite names that Keras gives differently in another program.
 #
@@ -100,7 +99,6 @@ _WEIGHTS = ("trainable_variables", "non_trainable_variables")
 _OPTIMIZER = "optimizer_variables"
 _METRICS = "metrics_variables"
 _WITH_STATE = (".keras", ".weights.h5", ".weights.json")  # Keras' own files that may contain optimizer state
-_SAVING = _upstream.SAVING_API
 _SEED_STATE = "seed_generator_state"  # the random state of dropout and the like: training state, not a weight
 
 
@@ -161,7 +159,7 @@ def restore(model: Any, path: str | os.PathLike[str], **options: Unpack[Restorin
     check_mode(cast)
     text = os.path.expanduser(os.fspath(path))
     check_storage_options(text, storage_options)
-    outer = active()
+    outer = _upstream.active()
     remote = RemoteFiles(storage_options) if outer is None or storage_options is not None else outer.remote
     weights_only, strict = options.get("weights_only", False), options.get("strict", True)
     read = functools.partial(read_state, path=remote.located(text), weights_only=weights_only, strict=strict)
@@ -247,7 +245,7 @@ def model_from_orbax(
     path: str | Location, custom_objects: Any, compile: bool, safe_mode: bool, *, strict: bool = True
 ) -> Any:
     """The model whose configuration an Orbax checkpoint contains, in a recording; without one, CheckpointError."""
-    recording = active()
+    recording = _upstream.active()
     assert recording is not None
     recording.refuse_unverified(str(path))
     checkpoint = open_checkpoint(cast(Any, path))
@@ -458,7 +456,7 @@ def _require_complete(
         warn(f"{path} {' and '.join(parts)}. They are left out.")
 
 
-@while_recording(lambda: _SAVING if hasattr(_SAVING, _upstream.LOAD_ORBAX) else None, _upstream.LOAD_ORBAX)
+@_upstream.while_recording(_upstream.ORBAX_API, _upstream.LOAD_ORBAX)
 def _load_orbax(recording: Recording, original: Any, *args: Any, **kwargs: Any) -> Any:
     """Makes `keras.saving.load_model` read Orbax checkpoints lazily, and match their paths."""
     return model_from_orbax(*args, **kwargs)

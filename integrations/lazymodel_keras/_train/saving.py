@@ -23,10 +23,10 @@ then the core writes the values, in chunks, within the memory budget.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import os
 import shutil
-import threading
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,6 @@ from lazymodel.checkpoints._open import staging_folder
 from lazymodel_keras import _upstream
 from lazymodel_keras._model.keras_object import KerasModel, model_variables
 from lazymodel_keras._model.layers import held_lazily, lazy_operations
-from lazymodel_keras._record.patches import SharedPatches
 
 _CHUNK = 16 << 20  # bytes written at a time
 _WEIGHTS, _SHARDS = "model.weights.h5", "model.weights.json"  # weights of a preset, in one file or sharded
@@ -89,23 +88,24 @@ def streamed_saving() -> Generator[None]:
         >>> lm.open_checkpoint("saved").nbytes == lm.open_checkpoint("preset").nbytes
         True
     """
-    with _patches.needed():
+    with _patches.needed(_Saving()):
         yield
 
 
-_patches = SharedPatches()
-_thread = threading.local()
+@dataclasses.dataclass(frozen=True)
+class _Saving:
+    """The way in which Keras saves.
+
+    Attributes:
+        at_once: True if it saves to the path that it is given.
+        reserved: Gets the places of values that would be streamed, whose bytes are only reserved; None streams them.
+    """
+
+    at_once: bool = False
+    reserved: Reserved | None = None
 
 
-@contextlib.contextmanager
-def reserving() -> Generator[Reserved]:
-    """Within the block, Keras saves to the given path, and reserves bytes for values that would be streamed."""
-    _thread.reserved = reserved = Reserved()
-    try:
-        with _patches.needed(), _as_it_is():
-            yield reserved
-    finally:
-        _thread.reserved = None
+_patches = _upstream.SharedPatches()
 
 
 class _StandIn(np.ndarray):
@@ -115,13 +115,13 @@ class _StandIn(np.ndarray):
 
 
 @_patches.replacing(_upstream.SAVING_LIB, "is_memory_sufficient")
-def _is_memory_sufficient(original: Any, model: Any) -> bool:
+def _is_memory_sufficient(_: _Saving, original: Any, model: Any) -> bool:
     return False  # Keras then writes a .keras file's weights to disk first
 
 
 @_patches.replacing(_upstream.SAVING_LIB.H5IOStore, "__setitem__")
 @_patches.replacing(_upstream.SAVING_LIB.ShardedH5IOStore, "__setitem__")
-def _set(original: Any, self: Any, key: str, value: Any) -> None:
+def _set(_: _Saving, original: Any, self: Any, key: str, value: Any) -> None:
     array = value.value if isinstance(value, keras.Variable) else value
     if isinstance(array, jax.Array | LazyTensor):
         path = getattr(value, "path", "a value")
@@ -132,18 +132,24 @@ def _set(original: Any, self: Any, key: str, value: Any) -> None:
 
 
 @_patches.replacing(_upstream.BACKEND, "convert_to_numpy")
-def _convert(original: Any, x: Any) -> Any:
+def _convert(_: _Saving, original: Any, x: Any) -> Any:
     return x if isinstance(x, _StandIn) else original(x)
 
 
 @_patches.replacing(h5py.Group, "create_dataset")
 def _create(
-    original: Any, self: Any, name: Any, shape: Any = None, dtype: Any = None, data: Any = None, **options: Any
+    how: _Saving,
+    original: Any,
+    self: Any,
+    name: Any,
+    shape: Any = None,
+    dtype: Any = None,
+    data: Any = None,
+    **options: Any,
 ) -> Any:
     if not isinstance(data, _StandIn):
         return original(self, name, shape, dtype, data, **options)
-    reserved: Reserved | None = getattr(_thread, "reserved", None)
-    if reserved is None:
+    if how.reserved is None:
         dataset = original(self, name, data.shape, data.dtype, **options)
         for chunk in slabs(data.shape, max(_CHUNK // data.dtype.itemsize, 1)):
             dataset[chunk] = np.asarray(data.tensor[chunk])
@@ -151,7 +157,7 @@ def _create(
     dataset = original(self, name, data.shape, data.dtype, dcpl=reserving_properties(), **options)
     if data.size:
         place = (data.tensor.name, data.tensor, dataset.id.get_offset())
-        reserved.setdefault(Path(self.file.filename), []).append(place)
+        how.reserved.setdefault(Path(self.file.filename), []).append(place)
     return dataset
 
 
@@ -163,16 +169,16 @@ def _create(
 @_patches.replacing(_upstream.LEGACY_H5, "save_model_to_hdf5")
 @_patches.replacing(lambda: _upstream.classes_defining("save_lora_weights"), "save_lora_weights")
 @_patches.replacing(lambda: _upstream.classes_defining("save_to_preset"), "save_to_preset")
-def _saved_whole(original: Any, *args: Any, **kwargs: Any) -> Any:
+def _saved_whole(how: _Saving, original: Any, *args: Any, **kwargs: Any) -> Any:
     """Does what Keras' or KerasHub's `original` does, completely or not at all."""
     bound = inspect.signature(original).bind(*args, **kwargs)
     (_, model), (where, target), *_ = bound.arguments.items()
-    if getattr(_thread, "as_it_is", False) or not _is_local(target):
+    if how.at_once or not _is_local(target):
         return original(*args, **kwargs)
 
     def write(path: Path) -> Any:
         bound.arguments[where] = path if isinstance(target, Path) else str(path)
-        with _as_it_is():
+        with _patches.needed(dataclasses.replace(how, at_once=True)):
             return original(*bound.args, **bound.kwargs)
 
     path = Path(os.path.realpath(os.fspath(target)))  # a link stays, and its target is replaced
@@ -197,16 +203,6 @@ def _saved_whole(original: Any, *args: Any, **kwargs: Any) -> Any:
                 shutil.copymode(path, stage.new / path.name)
         stage.replace_file(path.name)
     return result
-
-
-@contextlib.contextmanager
-def _as_it_is() -> Generator[None]:
-    """Within the block, Keras saves to the path that it is given."""
-    _thread.as_it_is = True
-    try:
-        yield
-    finally:
-        _thread.as_it_is = False
 
 
 def _is_local(target: Any) -> bool:
@@ -295,7 +291,8 @@ def save_preset(
     check_room(folder, sum(tensor.nbytes for _, tensor in values), above)
 
     def preset(new: Path) -> None:
-        with _upstream.holding_lazily(values), reserving() as reserved:
+        reserved = Reserved()
+        with _upstream.holding_lazily(values), _patches.needed(_Saving(at_once=True, reserved=reserved)):
             result.save_to_preset(str(new), max_shard_size=size / 2**30)
         target = _Reserved(folder, new, reserved)
         check_budget(target.files, budget)
@@ -344,15 +341,13 @@ class _Reserved(Destination):
 
 # Exporting ------------------------------------------------------------------------------------------------------------
 
-_preset_patches = SharedPatches()
+_preset_patches = _upstream.SharedPatches()
 
 
 @_preset_patches.replacing(_upstream.exporter, _upstream.EXPORTED)
-def _take(original: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
+def _take(taken: dict[str, Any], original: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
     # Each is a separate tensor: for a tie, one tensor under two names, only the first would be saved.
-    _thread.taken = {
-        name: value if (held := held_lazily(value)) is None else held[...] for name, value in weights.items()
-    }
+    taken |= {name: value if (held := held_lazily(value)) is None else held[...] for name, value in weights.items()}
     return {}
 
 
@@ -360,10 +355,11 @@ def _exported(result: Any, values: list[tuple[Any, LazyTensor]], new: Path) -> d
     """Makes KerasHub write everything of a Hugging Face folder except the weights; returns these by their names."""
     if _upstream.exporter() is None:
         raise LazyModelError("this version of KerasHub does not export to Hugging Face's names in a way that is known")
+    taken: dict[str, Any] = {}
     try:
-        with _preset_patches.needed(), lazy_operations.needed(), _upstream.holding_lazily(values):
+        with _preset_patches.needed(taken), lazy_operations.needed(), _upstream.holding_lazily(values):
             result.export_to_transformers(str(new))
     except ValueError as error:
         raise LazyModelError(f"KerasHub cannot export {type(result).__name__}: {error}") from error
     (new / "model.safetensors").unlink()
-    return _thread.taken
+    return taken

@@ -402,6 +402,18 @@ def test_materializing_twice_gives_two_models_of_the_same_names() -> None:
     assert not np.array_equal(first.weights[0].value, second.weights[0].value)
 
 
+def test_an_abstract_model_keeps_no_model_that_it_became() -> None:
+    abstract = lm.build_abstract(mlp)
+    first = abstract.materialize()
+    expected, reference = [np.asarray(v.value) for v in first.variables], weakref.ref(first)
+    del first
+    gc.collect()
+    assert reference() is None
+    assert "forward" in str(abstract.plan(compile=lm.Compile("forward", batch=2)))
+    for value, variable in zip(expected, abstract.materialize().variables, strict=True):
+        np.testing.assert_array_equal(value, variable.value)
+
+
 GIVEN = [np.arange(4.0), np.arange(4), np.arange(4) + 1j, np.arange(4, dtype="uint64"), np.float64(3)]
 GIVEN += [np.array(1 << 40), np.ones(3, "float16"), np.ones(3, bool), jnp.ones(3, "bfloat16"), [1, 2], 3.0, True, 1j]
 

@@ -1,4 +1,9 @@
-"""Weight files as Keras and KerasHub open them, which return lazy tensors instead of arrays, and what they left unused.
+"""The files that Keras and KerasHub open: at URLs as on disks, weights as lazy tensors; and what they left unused.
+
+Code that only takes paths gets them for URLs as well. Small files (configurations, vocabularies, indexes of shards) are
+fetched into a temporary folder on request. Weight files are never fetched: each has a placeholder path in that folder,
+without a file, for which `RemoteFiles` has the object. If all weights of a folder are in the local cache of the Hugging
+Face hub, they are used from there.
 
 Keras reads `.weights.h5` through its `H5IOStore`, legacy HDF5 files layer by layer and Orbax checkpoints with Orbax;
 KerasHub's Hugging Face and timm converters read through `safetensors.safe_open`. While a recording runs, these return
@@ -13,13 +18,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import itertools
 import operator
 import os
 import re
+import shutil
+import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import h5py
 import keras
@@ -29,14 +39,15 @@ from lazymodel import CheckpointError, LazyTensor, open_checkpoint
 from lazymodel._quantized.config import ADVICE, find_config
 from lazymodel._quantized.families import require_known
 from lazymodel._quantized.scaled import CODES, Float4Tensor, scaled_pairs
-from lazymodel._remote.path import Location, RemotePath
-from lazymodel._show.text import listed
+from lazymodel._remote.path import Location, RemoteFile, RemotePath, remote_path
+from lazymodel._remote.url import is_supported, is_url, shown
+from lazymodel._show.text import format_bytes, listed
 from lazymodel._tensors.casting import is_marker, scales_beside, weights
 from lazymodel._tensors.shards import StoredTensor, unused_tensors
 from lazymodel.checkpoints import SafetensorsFile
 from lazymodel.checkpoints._checkpoint import CONFIG, DecodedCheckpoint, read_config
 from lazymodel.checkpoints._hdf5 import H5File
-from lazymodel.checkpoints._open import content_files, open_located
+from lazymodel.checkpoints._open import CachedCopy, cached_copy, content_files, located, open_located
 from lazymodel.checkpoints._untrusted import (
     indexed_shards,
     member_start,
@@ -46,9 +57,200 @@ from lazymodel.checkpoints._untrusted import (
     weight_map,
 )
 from lazymodel_keras import _upstream
-from lazymodel_keras._gguf import GgufModel, converter
-from lazymodel_keras._record.patches import replace, while_recording
-from lazymodel_keras._record.remote import StandIn
+from lazymodel_keras._gguf import GgufFolder, GgufModel, converter
+
+_MOST = 256 << 20  # bytes of all small files of a preset; the largest vocabularies have a tenth of it
+_WEIGHTS = (".h5", ".hdf5", ".safetensors", ".keras", ".npz", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack")
+_STOCK = ("hf", "gs")  # schemes that KerasHub reads by itself, with a download
+
+
+class StandIn(RemoteFile):
+    """An object as an open file; its name is its placeholder path, since wrappers identify it by name."""
+
+    def __init__(self, where: RemotePath, path: str) -> None:
+        super().__init__(where.store, where.key)
+        self.name = path
+
+    def __str__(self) -> str:
+        return self.name
+
+    __repr__ = __str__  # HDF5 uses this as the name of a file object
+
+
+class _Folder:
+    """A folder at a URL, and the local folder of its small files."""
+
+    def __init__(self, where: RemotePath, own: Path, cached: CachedCopy | None) -> None:
+        self.where, self.own, self.cached = where, own, cached
+        self.nbytes = 0  # fetched so far
+
+    def file(self, name: str) -> str:
+        """The path of a file in it; raises FileNotFoundError if there is none."""
+        if name.startswith(("/", "\\")) or ".." in name.replace("\\", "/").split("/"):
+            raise CheckpointError(
+                f"{self.where}: expected files inside it, found {name!r}; do not trust this checkpoint"
+            )
+        if self.cached is not None and (path := self.cached.path / name).is_file():
+            return str(path)
+        path, where = self.own / name, self.where / name
+        offline = self.cached is not None and self.cached.offline
+        if not path.exists():
+            if offline or not where.is_file():
+                raise FileNotFoundError(f"there is no {name} at {self.where}")
+            if not name.endswith(_WEIGHTS):
+                self._fetch(where, path)
+        return str(path)
+
+    def location(self, path: str) -> RemotePath:
+        """Returns the object for a path in it."""
+        return self.where / Path(path).relative_to(self.own).as_posix()
+
+    def saved_model(self) -> str:
+        """A folder as `model.save(path, zipped=False)` writes it; the weights are only an empty file."""
+        names = [CONFIG, *(name for name in self.where.files_below() if name.startswith("assets/"))]
+        for name in names:
+            self.file(name)
+        Path(self.file("model.weights.h5")).touch()
+        return str(self.own)
+
+    def _fetch(self, where: RemotePath, path: Path) -> None:
+        with where.open() as file:
+            self.nbytes += (size := where.stat().st_size)
+            if self.nbytes > _MOST:
+                raise CheckpointError(
+                    f"{where}: expected at most {format_bytes(_MOST)} of configurations and vocabularies besides the "
+                    f"weights, found {format_bytes(self.nbytes)} with this file of {format_bytes(size)}. Copy the "
+                    "folder without its weights to a disk to look at it."
+                )
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(file.read() or b"")
+
+
+class RemoteFiles:
+    """The files at URLs that one recording, and those that repeat it, have requested.
+
+    Attributes:
+        options: As `storage_options` in `lazymodel.open_checkpoint`, for all URLs.
+    """
+
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+        self.options = options
+        self._folders: dict[str, _Folder | GgufFolder] = {}  # by URL or path, as given and as displayed
+        self._located: dict[str, Location] = {}
+        self._own: str | None = None
+
+    def serves(self, path: Any) -> bool:
+        """Returns True for a URL that is read here.
+
+        Without obstore, KerasHub reads what it can by itself, and always repositories of the hub without an owner.
+        """
+        if not is_supported(path):
+            return False
+        scheme, _, rest = path.partition("://")
+        stock = scheme.lower() in _STOCK and not has_obstore()
+        return not stock and (scheme.lower() != "hf" or "/" in rest.strip("/"))
+
+    def holds(self, preset: Any) -> bool:
+        """Returns True for a preset that is read here, at a URL or in a GGUF file."""
+        return self.serves(preset) or (is_gguf(preset) and not is_url(preset))
+
+    def folder(self, url: str, cls: Any = None) -> str:
+        """Registers a folder at a URL; returns the URL as displayed in messages, which `file` also takes.
+
+        Does the same for the URL or path of a GGUF file, from which `cls` is to be built.
+        """
+        name = shown(url)
+        if is_gguf(url):
+            if not isinstance(folder := self._folders.get(url), GgufFolder):
+                folder = GgufFolder(located(url, self.options if is_url(url) else None), self._own_folder())
+                self._folders[url] = self._folders[name] = folder
+            if cls is not None:
+                folder.choose(cls)
+        elif url not in self._folders:
+            where = remote_path(url, self.options)
+            self._folders[url] = self._folders[name] = _Folder(where, self._own_folder(), cached_copy(where))
+        return name
+
+    def file(self, folder: str, name: str) -> str:
+        """The path of a file in the folder at a URL: a copy of a small file, or the placeholder of a weight file.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            CheckpointError: It cannot be read, or is too large for a small file.
+        """
+        return self._folders[self.folder(folder)].file(name)
+
+    def location(self, path: str) -> str | RemotePath:
+        """The object for a placeholder path; other paths unchanged."""
+        folder = self._holding(path)
+        return path if folder is None else folder.location(path)
+
+    def gguf(self, path: str) -> GgufFolder | None:
+        """The GGUF file for a placeholder path or a registered preset; None for others."""
+        folder = self._folders.get(path) or self._holding(path)
+        return folder if isinstance(folder, GgufFolder) else None
+
+    def located(self, path: Any) -> Any:
+        """The location of a URL (raises CheckpointError if nothing is there); paths are returned unchanged."""
+        if not self.serves(path):
+            return path
+        if path not in self._located:
+            self._located[path] = located(path, self.options)
+        return self._located[path]
+
+    def for_keras(self, where: Any) -> Any:
+        """Returns what Keras can open for a result of `located`, which may be a saved model in a folder.
+
+        A path, or a file object for a file that Keras would open by itself.
+        """
+        if not isinstance(where, RemotePath):
+            return where
+        is_folder = (where / CONFIG).is_file()
+        folder = where if is_folder else where.parent
+        known = next((f for f in self._folders.values() if isinstance(f, _Folder) and f.where == folder), None)
+        if known is None:
+            known = self._folders[f"{folder}#{id(where.store)}"] = _Folder(folder, self._own_folder(), None)
+        try:
+            if is_folder:
+                return known.saved_model()
+            path = known.file(where.name)
+        except FileNotFoundError:
+            raise CheckpointError(f"there is no checkpoint at {where}: the store has nothing there") from None
+        return path if path.endswith((".weights.h5", ".weights.json")) else StandIn(where, path)
+
+    def _holding(self, path: str) -> _Folder | GgufFolder | None:
+        """The folder that contains a path."""
+        folders = self._folders.values() if os.path.isabs(path) else ()
+        return next((folder for folder in folders if Path(path).is_relative_to(folder.own)), None)
+
+    def _own_folder(self) -> Path:
+        if self._own is None:
+            self._own = tempfile.mkdtemp(prefix="lazymodel-")
+            weakref.finalize(self, shutil.rmtree, self._own, ignore_errors=True)
+        return Path(tempfile.mkdtemp(dir=self._own))
+
+
+def is_gguf(preset: Any) -> bool:
+    """Returns True if a preset is a GGUF file, its URL, or a folder of such files without a configuration."""
+    if not isinstance(preset, str):
+        return False
+    if (urlsplit(preset).path if is_url(preset) else preset).endswith(".gguf"):
+        return True
+    return os.path.isdir(preset) and not (Path(preset) / CONFIG).exists() and any(Path(preset).glob("*.gguf"))
+
+
+def check_storage_options(path: Any, options: Mapping[str, Any] | None) -> None:
+    """Raises CheckpointError if options of a store were given for a path that is not a URL."""
+    if options and not is_url(path):
+        raise CheckpointError(f"{os.fspath(path)}: storage_options are for URLs, found a path or a preset's name")
+
+
+def has_obstore() -> bool:
+    """Returns True if URLs can be reached."""
+    return importlib.util.find_spec("obstore") is not None
+
+
+# Weights that nothing requested ---------------------------------------------------------------------------------------
 
 # (model type, quantization method) for which KerasHub's own converter requests the parts.
 _BY_CONVERTER = frozenset({("gpt_oss", "mxfp4")})
@@ -253,6 +455,9 @@ def _by_shard(folder: Location, opened: Iterable[Location]) -> dict[Location, li
     return shards if set(opened).intersection(shards) else {}
 
 
+# Weight files ---------------------------------------------------------------------------------------------------------
+
+
 class LazySafeOpen:
     """The result of `safetensors.safe_open(path, framework="np")`, with lazy tensors."""
 
@@ -298,7 +503,7 @@ def known_layers(name: str, names: Iterable[str]) -> str:
     return ""
 
 
-@while_recording(_upstream.WeightsStore, "__getitem__")
+@_upstream.while_recording(_upstream.WeightsStore, "__getitem__")
 def _get(recording: Any, original: Any, self: Any, key: str) -> Any:
     if self.mode != "r":
         return original(self, key)
@@ -316,7 +521,7 @@ def _get(recording: Any, original: Any, self: Any, key: str) -> Any:
     return original(self, key)
 
 
-@while_recording(_upstream.WeightsStore, _upstream.WEIGHTS_STORE_OPEN)
+@_upstream.while_recording(_upstream.WeightsStore, _upstream.WEIGHTS_STORE_OPEN)
 def _open(recording: Any, original: Any, self: Any, path_or_io: Any, mode: str | None = None) -> Any:
     if (mode or self.mode) == "r":
         # We check the file first: our errors describe the problem.
@@ -337,7 +542,7 @@ def _open(recording: Any, original: Any, self: Any, path_or_io: Any, mode: str |
     return original(self, path_or_io, mode)
 
 
-@while_recording(_upstream.AssetStore, "__init__")
+@_upstream.while_recording(_upstream.AssetStore, "__init__")
 def _extract_assets(
     recording: Any, original: Any, self: Any, root_path: Any, archive: Any = None, **options: Any
 ) -> Any:
@@ -352,7 +557,7 @@ def _extract_assets(
         archive.filelist = everything
 
 
-@while_recording(_upstream.safetensors, "safe_open")
+@_upstream.while_recording(_upstream.safetensors, "safe_open")
 def _safe_open(recording: Any, original: Any, filename: Any, *_: Any, **__: Any) -> LazySafeOpen:
     name = os.fspath(filename)
     if (gguf := recording.remote.gguf(name)) is not None:
@@ -365,7 +570,7 @@ def _safe_open(recording: Any, original: Any, filename: Any, *_: Any, **__: Any)
     return LazySafeOpen(recording.open(path, SafetensorsFile))
 
 
-@while_recording(_upstream.safetensors_loader, "__init__")
+@_upstream.while_recording(_upstream.safetensors_loader, "__init__")
 def _list_tensors(recording: Any, original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """Makes KerasHub look for the tensors of a quantized folder by their plain names, not by those of the index."""
     original(self, *args, **kwargs)
@@ -377,7 +582,7 @@ def _list_tensors(recording: Any, original: Any, self: Any, *args: Any, **kwargs
         self.safetensor_config = {**index, "weight_map": dict.fromkeys(whole, any_shard)}
 
 
-@while_recording(_upstream.preset_utils, "get_file")
+@_upstream.while_recording(_upstream.preset_utils, "get_file")
 def _get_file(recording: Any, original: Any, preset: Any, path: Any) -> Any:
     return recording.remote.file(preset, path) if recording.remote.holds(preset) else original(preset, path)
 
@@ -389,15 +594,15 @@ _dataset_of: Callable[[Any, str], Any] = getattr(_LEGACY, "safe_get_h5_dataset",
 _group_of: Callable[[Any, str], Any] = getattr(_LEGACY, "safe_get_h5_group", operator.getitem)
 
 
-@while_recording(_upstream.SAVING_LIB, "is_memory_sufficient")
+@_upstream.while_recording(_upstream.SAVING_LIB, "is_memory_sufficient")
 def _is_memory_sufficient(recording: Any, original: Any, model: Any) -> Any:
     # Keras would copy the weights of a `.keras` file into memory or to a file next to it; it reads them in place if
     # neither works.
     raise MemoryError("weights are read in place")
 
 
-@while_recording(_LEGACY, "load_subset_weights_from_hdf5_group")
-@while_recording(_LEGACY, "load_optimizer_weights_from_hdf5_group")
+@_upstream.while_recording(_LEGACY, "load_subset_weights_from_hdf5_group")
+@_upstream.while_recording(_LEGACY, "load_optimizer_weights_from_hdf5_group")
 def _read_legacy(recording: Any, original: Any, group: Any) -> Any:
     holder = _group_of(group, "optimizer_weights") if "optimizer" in original.__name__ else group
     names = _LEGACY.load_attributes_from_hdf5_group(holder, "weight_names")
@@ -411,7 +616,7 @@ def _read_legacy(recording: Any, original: Any, group: Any) -> Any:
 # KerasHub's loaders and converters -----------------------------------------------------------------------------------
 
 
-@while_recording(lambda: _upstream.classes_defining("from_preset"), "from_preset")
+@_upstream.while_recording(lambda: _upstream.classes_defining("from_preset"), "from_preset")
 def _from_preset(recording: Any, original: Any, cls: Any, preset: Any, *args: Any, **kwargs: Any) -> Any:
     """Makes KerasHub's messages show a URL without its secrets, and reads a GGUF file for this class."""
     if recording.remote.holds(preset):
@@ -419,7 +624,7 @@ def _from_preset(recording: Any, original: Any, cls: Any, preset: Any, *args: An
     return original(cls, preset, *args, **kwargs)
 
 
-@while_recording(_upstream.transformers_loader, "__init__")
+@_upstream.while_recording(_upstream.transformers_loader, "__init__")
 def _convert_otherwise(recording: Any, original: Any, self: Any, preset: Any, config: Any) -> None:
     """Makes one of our converters convert a GGUF file of a model that KerasHub has no converter for."""
     folder = recording.remote.gguf(preset)
@@ -429,7 +634,7 @@ def _convert_otherwise(recording: Any, original: Any, self: Any, preset: Any, co
         self.config, self.converter = config, ours
 
 
-@while_recording(_upstream.preset_loader_class, "get_backbone_kwargs")
+@_upstream.while_recording(_upstream.preset_loader_class, "get_backbone_kwargs")
 def _keep_saved_policies(recording: Any, original: Any, self: Any, **kwargs: Any) -> Any:
     """Keeps the dtype policies of a quantized preset, which its loader would overwrite with None."""
     own, others = original(self, **kwargs)
@@ -466,13 +671,13 @@ def _pairs() -> np.ndarray[Any, Any]:
         return scaled_pairs(2.0 ** (np.arange(256).astype(np.float32) - 127.0))
 
 
-@while_recording(_upstream.gpt_oss_converter, "convert_weights")
+@_upstream.while_recording(_upstream.gpt_oss_converter, "convert_weights")
 def _decode_lazily(recording: Any, original: Any, backbone: Any, loader: Any, config: Any) -> None:
     """Makes the experts decode when they are read: KerasHub's converter holds all of them on the host, in float32."""
     experts = [layer.sparse_moe_block.experts for layer in backbone.transformer_layers]
     with contextlib.ExitStack() as undo:
         for of, name in itertools.product(experts, _EXPERTS):
-            replace(undo, getattr(of, name), "assign", lambda value: None)
+            _upstream.replace(undo, getattr(of, name), "assign", lambda value: None)
         original(backbone, _WithoutExperts(loader), config)
     for (index, of), name in itertools.product(enumerate(experts), _EXPERTS):
         stored = f"model.layers.{index}.mlp.experts.{name}"
