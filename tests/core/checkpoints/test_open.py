@@ -23,8 +23,9 @@ def test_nothing_there(tmp_path):
     (tmp_path / "README.md").write_text("read me")
     refused(tmp_path, "found no checkpoint in folder .*; supported: .*Orbax")
     for path, words in ((tmp_path / "absent", "no checkpoint at"), (tmp_path, "found no checkpoint in folder")):
-        ran = command("inspect", path)
-        assert (ran.status, ran.out) == (2, "") and words in ran.err and str(path) in ran.err
+        for ran in (command("inspect", path), command("inspect", path, "--json", "--verify")):
+            assert (ran.status, ran.out) == (2, "") and ran.err.startswith("lazymodel: error: ")
+            assert words in ran.err and str(path) in ran.err
 
 
 @pytest.mark.parametrize(

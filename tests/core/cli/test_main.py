@@ -31,53 +31,12 @@ def run(*arguments, **options):
     return subprocess.run(command, capture_output=True, text=True, timeout=280, **options)
 
 
-def test_inspect_json(checkpoint, capsys):
-    """One document, and all of it."""
-    assert main(["inspect", "--json", str(checkpoint)]) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    offset = checkpoint.stat().st_size - 2
-    assert json.loads(out) == {
-        "schema": "lazymodel.inspect/1",
-        "path": str(checkpoint),
-        "format": "safetensors",
-        "num_tensors": 1,
-        "nbytes": 2,
-        "dtypes": {"uint8": 2},
-        "metadata": {},
-        "files": [
-            {"path": "model.safetensors", "nbytes": checkpoint.stat().st_size, "tensors": 1, "verified": []},
-        ],
-        "tensors": [
-            {"name": "w", "dtype": "uint8", "shape": [2], "nbytes": 2, "file": "model.safetensors", "offset": offset},
-        ],
-        "problems": [],
-    }
-
-
-@pytest.mark.parametrize("json_option", [[], ["--json"]])
-def test_problems_are_exit_status_1(checkpoint, capsys, json_option):
+def test_problems_are_exit_status_1(checkpoint, capsys):
     checkpoint.write_bytes(checkpoint.read_bytes()[:-1])
-    assert main(["inspect", str(checkpoint), *json_option]) == 1
+    assert main(["inspect", str(checkpoint)]) == 1
     out, err = capsys.readouterr()
-    assert err == ""
     message = f"{checkpoint} is truncated: expected 2 bytes of tensors, found 1. Download or copy it again."
-    if json_option:
-        assert json.loads(out)["problems"] == [{"file": "model.safetensors", "message": message}]
-    else:
-        assert out.endswith(f"\n1 problem found:\n  - {message}\n")
-
-
-@pytest.mark.parametrize("json_option", [[], ["--json"]])
-def test_nothing_there_is_exit_status_2(tmp_path, capsys, json_option):
-    assert main(["inspect", str(tmp_path / "absent"), *json_option]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err == f"lazymodel: error: there is no checkpoint at {tmp_path}/absent: No such file or directory\n"
-    assert main(["inspect", str(tmp_path), *json_option]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(f"lazymodel: error: found no checkpoint in folder {tmp_path}; supported: ")
+    assert err == "" and out.endswith(f"\n1 problem found:\n  - {message}\n")
 
 
 @pytest.mark.parametrize("arguments", [["inspect"], ["inspect", "x", "--nonsense"], ["nonsense"]])
@@ -88,15 +47,6 @@ def test_wrong_usage_is_exit_status_2(capsys, arguments):
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("usage: lazymodel ")
-
-
-def test_verify(checkpoint, capsys):
-    assert main(["inspect", str(checkpoint), "--verify"]) == 1
-    assert "no hash is known" in capsys.readouterr().out
-    (checkpoint.parent / "SHA256SUMS").write_text(f"{'0' * 64}  {checkpoint.name}\n")
-    assert main(["inspect", str(checkpoint), "--verify"]) == 1
-    assert f"expected sha256 {'0' * 64}" in capsys.readouterr().out
-    assert main(["inspect", str(checkpoint)]) == 0
 
 
 def test_interrupts_and_mistakes_of_ours(checkpoint, monkeypatch, capsys):

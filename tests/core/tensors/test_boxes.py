@@ -53,14 +53,27 @@ def test_a_view_is_filled_in_file_order(data):
     target[...] = strided(array, normalized)
     repeat(out, repeated)
     np.testing.assert_array_equal(out, view)
-    covering = cover(normalized, shape, 4)
-    copy = array[covering.box].copy()
-    found = np.zeros(normalized.shape, np.int32)
+    assert_covered(array, normalized)
+
+
+def assert_covered(array, geometry):
+    """The box that covers a geometry has all of it; returns that."""
+    covering = cover(geometry, array.shape, 4)
+    copy, found = array[covering.box].copy(), np.zeros(geometry.shape, np.int32)
     if covering.inner is None:
         covering.align(found)[...] = copy
     else:
         found[...] = strided(copy, covering.inner)
-    np.testing.assert_array_equal(found, strided(array, normalized))
+    np.testing.assert_array_equal(found, strided(array, geometry))
+    return covering
+
+
+def test_an_axis_that_runs_over_several_is_split_where_it_has_whole_rows():
+    array = np.arange(24, dtype=np.int32).reshape(4, 6)
+    for length, rows in ((12, 2), (15, 3)):
+        covering = assert_covered(array, Geometry(0, (length,), (4,)))
+        assert covering.box == (slice(0, rows), slice(0, 6))
+        assert (covering.inner is None) == (length == 12)
 
 
 @settings(max_examples=60, deadline=None)
