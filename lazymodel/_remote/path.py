@@ -58,9 +58,6 @@ class RemoteFile(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._position
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}[whence]
         if position < 0:
@@ -86,26 +83,26 @@ class RemoteFile(io.RawIOBase):
 
     def _from(self, position: int, wanted: int) -> np.ndarray:
         """Bytes from a position on, at least one and at most `wanted`."""
+        if (data := self._kept_from(position)) is None:
+            number, within = divmod(position, BLOCK)
+            data = self._fetch(number, within + wanted)[within:]
+        return data[:wanted]
+
+    def _kept_from(self, position: int) -> np.ndarray | None:
+        """Bytes from a position on that were fetched already, up to the end of the head or block that has them."""
         if position < len(self._head):
-            return self._head[position : position + wanted]
+            return self._head[position:]
         number, within = divmod(position, BLOCK)
-        block = self._blocks.get(number)
-        if block is None:
-            block = self._fetch(number, within + wanted)
-        return block[within : within + wanted]
+        return None if (block := self._blocks.get(number)) is None else block[within:]
 
     def kept(self, start: int, stop: int) -> bytes | None:
         """Returns bytes of the file if they were fetched already; else None."""
         data = bytearray()
         while start + len(data) < stop:
-            position = start + len(data)
-            if position < len(self._head):
-                data += self._head[position:stop].tobytes()
-                continue
-            number, within = divmod(position, BLOCK)
-            if (block := self._blocks.get(number)) is None or within >= len(block):
+            found = self._kept_from(start + len(data))
+            if found is None or not len(found):
                 return None
-            data += block[within : within + stop - position].tobytes()
+            data += found[: stop - start - len(data)].tobytes()
         return bytes(data)
 
     def fetch_ahead(self, spans: Sequence[tuple[int, int]]) -> int:
@@ -116,9 +113,7 @@ class RemoteFile(io.RawIOBase):
         with ReadAhead([(self, ranges)], gap=0) as ahead:
             for start, stop in ranges.tolist():
                 data = np.empty(stop - start, np.uint8)
-                done = 0
-                while done < data.size:
-                    done += ahead.read_into(self, start + done, data[done:])
+                ahead.read_into(self, start, data)
                 self._keep(start // BLOCK, data)
         return int((ranges[:, 1] - ranges[:, 0]).sum())
 
@@ -343,11 +338,9 @@ class RemoteReader(ByteReader):
         position = start
         for target in targets:
             done = 0
-            while done < target.size:
-                count = self._from_ahead(position + done, target[done:])
-                if not count:
-                    break
-                done += count
+            for ahead in self._active():
+                with contextlib.suppress(Stopped):  # another reader's may end at any time
+                    done += ahead.read_into(self, position + done, target[done:])
             if done < target.size:
                 missing.append((position + done, target[done:]))
             position += target.size
@@ -357,17 +350,8 @@ class RemoteReader(ByteReader):
             alone = aheads[0].unforeseen(self, ranges) if aheads else ReadAhead([(self, ranges)], _ALONE)
             with alone as ahead:
                 for begin, rest in missing:
-                    done = 0
-                    while done < rest.size:
-                        done += ahead.read_into(self, begin + done, rest[done:])
+                    ahead.read_into(self, begin, rest)
         self.count(total)
-
-    def _from_ahead(self, position: int, out: np.ndarray) -> int:
-        for ahead in self._active():
-            with contextlib.suppress(Stopped):  # another reader's may end at any time
-                if count := ahead.read_into(self, position, out):
-                    return count
-        return 0
 
     @contextlib.contextmanager
     def borrowed(self, offset: int, most: int, unit: int) -> Generator[np.ndarray]:

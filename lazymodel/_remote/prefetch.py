@@ -175,15 +175,19 @@ class ReadAhead:
                         self._within.remove(ahead)
 
     def read_into(self, origin: Origin, position: int, out: np.ndarray) -> int:
-        """Fills the beginning of an array with the bytes from a position on, and returns how many it filled: as many
-        as one block has. Returns 0 if no block was planned for that position.
+        """Fills the beginning of an array with the bytes from a position on, and returns how many it filled: as far as
+        blocks were planned.
 
         Raises:
             CheckpointError: The bytes cannot be read, or all was stopped.
         """
-        with self.borrowed(origin, position, out.size) as found:
-            np.copyto(out[: found.size], found)
-            return found.size
+        done, count = 0, 1
+        while count and done < out.size:
+            with self.borrowed(origin, position + done, out.size - done) as found:
+                count = found.size
+                np.copyto(out[done : done + count], found)
+                done += count
+        return done
 
     @contextlib.contextmanager
     def borrowed(self, origin: Origin, position: int, most: int, unit: int = 1) -> Generator[np.ndarray]:
