@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import math
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,11 @@ WEIGHTS = {
     "b/vars/1": np.zeros((0, 3), np.float32),
 }
 HALF = {name: WEIGHTS[name] for name in list(WEIGHTS)[:2]}, {name: WEIGHTS[name] for name in list(WEIGHTS)[2:]}
+
+
+def numbers(shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
+    """An array that counts from 0."""
+    return np.arange(math.prod(shape)).reshape(shape).astype(dtype)
 
 
 def refused(path: Path, match: str, said: object = None) -> str:

@@ -16,13 +16,9 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
-from tests.core.checkpoints._formats import refused
+from tests.core.checkpoints._formats import numbers, refused
 from tests.private_memory import Peak
 from tests.small import read_within
-
-
-def numbers(shape, dtype=np.float32):
-    return np.arange(np.prod(shape)).reshape(shape).astype(dtype)
 
 
 @pytest.fixture

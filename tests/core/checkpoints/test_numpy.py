@@ -6,7 +6,6 @@ import contextlib
 import gc
 import io
 import itertools
-import math
 import os
 import pickle
 import struct
@@ -28,14 +27,10 @@ from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 from tests.command import inspected
-from tests.core.checkpoints._formats import refused, unreadable
+from tests.core.checkpoints._formats import numbers, refused, unreadable
 from tests.small import buffer_sizes, read_within
 
 SAVE = {"stored": np.savez, "deflated": np.savez_compressed}
-
-
-def numbers(shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
-    return np.arange(math.prod(shape)).reshape(shape).astype(dtype)
 
 
 def arrays() -> dict[str, np.ndarray]:

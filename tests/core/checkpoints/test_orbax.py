@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 import shutil
 import warnings
@@ -23,15 +22,11 @@ from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 from tests.command import inspected, problems
-from tests.core.checkpoints._formats import refused, unreadable
+from tests.core.checkpoints._formats import numbers, refused, unreadable
 from tests.small import buffer_sizes, read_within
 
 ocp = pytest.importorskip("orbax.checkpoint")
 ts = pytest.importorskip("tensorstore")
-
-
-def numbers(shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray:
-    return np.arange(math.prod(shape)).reshape(shape).astype(dtype)
 
 
 def arrays() -> dict[str, np.ndarray]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import struct
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,15 @@ def test_other_programs_read_what_is_written(tmp_path: Path, source: Any) -> Non
         assert convert(path, tmp_path / name, *options) == 0
     with np.load(tmp_path / "out.npz") as archive:  # which compares the checksums
         assert set(archive) == set(made) and all((archive[name] == value).all() for name, value in made.items())
+    content, zip64 = (tmp_path / "out.npz").read_bytes(), 45
+    with zipfile.ZipFile(tmp_path / "out.npz") as archive:
+        members = archive.infolist()
+    for member in members:  # and what others find in front of a member
+        name, sizes = member.filename.encode(), (member.file_size, member.compress_size)
+        start, utf8, first_day, extra = member.header_offset, 1 << 11, 33, (1, 16, *sizes)
+        found = struct.unpack(f"<4s5H3L2H{len(name)}s2H2Q", content[start : start + 50 + len(name)])
+        expected = (b"PK\3\4", zip64, utf8, 0, 0, first_day, member.CRC, *[0xFFFFFFFF] * 2, len(name), 20, name, *extra)
+        assert found == expected and member.extract_version == zip64
     assert convert(path, tmp_path / "arrays", "--to", "npy") == 0
     assert all((np.load(tmp_path / "arrays" / f"{name}.npy") == value).all() for name, value in made.items())
     h5py = pytest.importorskip("h5py")
