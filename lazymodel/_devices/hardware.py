@@ -124,6 +124,8 @@ GENERATIONS = {
         ),  # of 96 GiB: half of a chip's 192
     )
 }
+# TPU v4 without megacore, the default of `get_topology_desc`.
+_TPU_V4_CORE = 15613
 
 
 def _bare(name: str) -> str:
@@ -201,6 +203,8 @@ def device_memory(device: Any) -> int | None:
         stats = None
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"])
+    if tpu_generation(device.device_kind) is GENERATIONS["v4"] and getattr(device, "num_cores", 2) == 1:
+        return _TPU_V4_CORE * _MIB
     return _known(device.device_kind)
 
 

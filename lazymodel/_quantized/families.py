@@ -509,6 +509,7 @@ def _pack_quantized(contents: Contents, name: str, scheme: _Scheme) -> None:
             *operands,
             order=(1, contents.tensor(order)) if orders else None,
             scattered=bool(orders),
+            may_be_unordered=True,
         )
 
     def make() -> LazyTensor:

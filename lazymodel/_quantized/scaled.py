@@ -40,7 +40,7 @@ class ScaledTensor(DecodedTensor):
 
     Every operation is rounded to float32, and with `half` the product to the nearest float16. `factor` is multiplied
     last. `order` is a tensor with the group of each index of an axis, for groups that are not ranges: scales and zero
-    points are then looked up by it. An `order` of -1 throughout means that groups are ranges.
+    points are then looked up by it. With `may_be_unordered`, -1 throughout means that groups are ranges.
     """
 
     def __init__(
@@ -49,11 +49,12 @@ class ScaledTensor(DecodedTensor):
         *stored: Stored,
         order: tuple[int, View] | None = None,
         scattered: bool = False,
+        may_be_unordered: bool = False,
         factor: float | None = None,
         half: bool = False,
     ) -> None:
         super().__init__(shape, *stored, scratch=_NUMBER)
-        self._order, self._scattered = order, scattered
+        self._order, self._scattered, self._may_be_unordered = order, scattered, may_be_unordered
         self._factor, self._half = factor, half
         self._groups: np.ndarray | None = None  # of the order, once it was read; empty if groups are ranges
         self._guard = threading.Lock()
@@ -100,7 +101,8 @@ class ScaledTensor(DecodedTensor):
     def _checked(self, groups: np.ndarray, axis: int, name: str) -> np.ndarray:
         """The groups, empty if they are ranges. Raises CheckpointError for a group that does not exist."""
         scale = self.stored[1]
-        if (groups == -1).all() or (groups == np.arange(groups.size) // scale.blocks[axis]).all():
+        none = self._may_be_unordered and (groups == -1).all()
+        if none or (groups == np.arange(groups.size) // scale.blocks[axis]).all():
             return groups[:0]
         count = scale.view.shape[axis]
         if groups.min() < 0 or groups.max() >= count:

@@ -184,3 +184,12 @@ def test_moments_are_boxed_and_sharded_like_their_parameters(mesh42: Any) -> Non
     moment = opt_state[0].mu["layers"]["Dense_0"]["kernel"]
     assert isinstance(moment, nn.LogicallyPartitioned)
     assert moment.value.sharding == variables["params"]["layers"]["Dense_0"]["kernel"].value.sharding
+
+
+def test_programs_do_not_grow_with_depth() -> None:
+    counts = []
+    for layers in (2, 6):
+        abstract = lm.build_abstract(Decoder(layers), jax.random.key(0), TOKENS)
+        assert_same(abstract.materialize(), Decoder(layers).init(jax.random.key(0), TOKENS))
+        counts.append(len(abstract.programs))
+    assert counts[0] == counts[1]

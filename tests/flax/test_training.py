@@ -184,3 +184,23 @@ def test_mup_of_nnx() -> None:
     after = nnx.state(model, nnx.Param)
     moved = jax.tree.map(lambda old, new, gradient: float(((old - new) / gradient).mean()), before, after, gradients)
     assert [round(value, 2) for value in jax.tree.leaves(moved)] == [4, 4, 1, 0.25]
+
+
+def test_mup_of_linen() -> None:
+    class Model(linen.Module):
+        width: int
+
+        @linen.compact
+        def __call__(self, x: Any) -> Any:
+            hidden = linen.Dense(self.width)(x)
+            return linen.Dense(3)(hidden)
+
+    x = jnp.ones((1, 8))
+    base, wide = (lm.build_abstract(Model(width), jax.random.key(0), x) for width in WIDTHS)
+    scheme = lm.mup(base, wide)
+    assert [scheme[f"params/Dense_{number}/kernel"].kind for number in (0, 1)] == ["input", "output"]
+    tx = scheme.optimizer(optax.sgd(1.0))
+    variables, state = wide.reinitialize(scheme).with_optimizer(tx).materialize()
+    params: Any = variables["params"]
+    updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
+    assert [float(update.mean()) for update in jax.tree.leaves(updates)] == [-4, -4, -1, -0.25]

@@ -271,3 +271,8 @@ def test_many_problems(folder):
     lines = command("inspect", folder).out.splitlines()
     assert "100 problems found:" in lines
     assert lines[-1] == "  … and 60 more"
+
+
+def test_one_shard_under_two_names(folder):
+    write_index(folder, {"a": shard(1), "b": f"./{shard(1)}"})
+    assert problems(folder) == []

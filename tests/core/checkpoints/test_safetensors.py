@@ -361,3 +361,28 @@ def test_symbolic_links_may_not_leave_the_folder_except_into_a_cache_s_blobs(tmp
     (snapshot / "x.safetensors").unlink()
     (snapshot / "x.safetensors").symlink_to(outside / "x.safetensors")
     refused(snapshot, "symbolic link to")
+
+
+def test_files_of_the_reference_implementation(tmp_path):
+    numpy = pytest.importorskip("safetensors.numpy")
+    tensors = {
+        "b": np.arange(6, dtype=np.float16).reshape(2, 3),
+        "a": np.arange(5, dtype=np.int64),
+        "scalar": np.array(3.5, np.float32),
+        "empty": np.zeros((0, 4), np.float32),
+        "bf16": np.arange(4).astype(ml_dtypes.bfloat16),
+    }
+    numpy.save_file(tensors, tmp_path / "m.safetensors", metadata={"format": "np"})
+    with SafetensorsFile(tmp_path / "m.safetensors") as file:
+        assert set(file) == set(file.keys()) == set(tensors)
+        assert file.metadata == {"format": "np"}
+        assert file.bytes_read == 0
+        for name, array in tensors.items():
+            assert (file[name].name, file[name].shape) == (name, array.shape)
+            assert file[name].offset == (tmp_path / "m.safetensors").stat().st_size - sum(
+                tensors[other].nbytes for other in list(file)[list(file).index(name) :]
+            )
+            np.testing.assert_array_equal(file[name].read(), array)
+        assert file.bytes_read == sum(array.nbytes for array in tensors.values())
+        with pytest.raises(KeyError, match="absent"):
+            file["absent"]

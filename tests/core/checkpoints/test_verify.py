@@ -450,3 +450,11 @@ def test_hashes_that_the_hub_states(monkeypatch):
         ):
             stated = found
             refused("hf://o/n/a", words)
+
+
+def test_names_that_leave_no_room_for_a_suffix(folder):
+    """The hub's metadata would be named as the file is and `.metadata`, which no file can be called."""
+    path = folder / f"{'x' * 239}.safetensors"
+    path.write_bytes(CONTENT[NAMES[0]])
+    assert list(lm.open_checkpoint(path, verify={path.name: f"sha256:{digest(NAMES[0])}"})) == ["a"]
+    refused(path, "no hash is known for")

@@ -93,6 +93,9 @@ def test_a_live_device_knows_better_than_the_table() -> None:
     assert lm.device_memory(_Device({"bytes_limit": 123})) == 123
     for stats in ({"bytes_in_use": 5}, None, RuntimeError("only for addressable devices")):
         assert lm.device_memory(_Device(stats)) == lm.device_memory("v5e")
+    v4 = lm.device_memory("v4")
+    assert v4 is not None and lm.device_memory(_Device(None, "TPU v4", num_cores=2)) == v4
+    assert lm.device_memory(_Device(None, "TPU v4")) == pytest.approx(v4 / 2, rel=0.01), "a core alone"
     assert lm.device_memory(jax.devices()[0]) is None, "CPUs do not say"
     with pytest.raises(lm.LazyModelError, match="such as 'v5e' or 'H100', got 8"):
         lm.device_memory(8)

@@ -289,3 +289,14 @@ def test_what_progress_raises_comes_out_as_it_is(tmp_path: Path, abstract: Model
     with pytest.raises(Cancelled):
         abstract.materialize(lm.open_checkpoint(path), initialize="missing", progress=recorder)
     assert recorder.calls[-1] == ("finish", 0, None)
+
+
+def test_layers_that_the_checkpoint_lacks_are_one_range() -> None:
+    def layers(key: jax.Array) -> list[dict[str, jax.Array]]:
+        return [{"kernel": jax.random.normal(k, (4, 4)), "bias": jax.numpy.zeros(4)} for k in jax.random.split(key, 40)]
+
+    values = {f"{n}/{name}": np.zeros(s, "float32") for n in range(30) for name, s in (("kernel", (4, 4)), ("bias", 4))}
+    with pytest.raises(
+        lm.CheckpointError, match=r"no tensor for 20 of 80 variables: \{30\.\.39\}/bias, \{30\.\.39\}/kernel"
+    ):
+        lm.build_abstract(layers, jax.random.key(0)).materialize(values, initialize="nothing")

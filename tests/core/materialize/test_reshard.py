@@ -195,3 +195,11 @@ def test_what_cannot_be_is_refused_before_anything_moves(meshes: dict[str, Mesh]
     assert gone["w"].sharding == sampler
     with pytest.raises(lm.LazyModelError, match="no arrays"):
         lm.reshard({"step": 3}, sampler)
+
+
+def test_and_back_again(meshes: dict[str, Mesh]) -> None:
+    before = model(meshes["sampler"], P(None, "model"))
+    away = lm.reshard(before, NamedSharding(meshes["four"], P("model")))
+    back = lm.reshard(away, NamedSharding(meshes["trainer"], P("data")))
+    for name in DTYPES:
+        assert np.asarray(back["layer"][name]).tobytes() == values(name).tobytes()

@@ -82,3 +82,11 @@ def test_what_the_compiler_refuses_is_passed_over() -> None:
     x = jax.ShapeDtypeStruct((20 * 16384, 16384), jnp.float32)
     with pytest.raises(lm.DoesNotFitError, match="fits on no v5e slice"):
         lm.smallest_topology(_model(), "v5e", _RULES, max_devices=4, compile=lm.Compile("forward", forward, x))
+
+
+@needs_libtpu
+def test_init_programs_compile_for_devices_that_are_not_here() -> None:
+    plan = _model().shard(lm.topology("v5e:2x4"), _RULES).plan(compile=lm.Compile("init"))
+    assert plan.device_nbytes == _WIDTH * _WIDTH * 4 * _LAYERS // 8
+    assert plan.device_memory == lm.device_memory("v5e")
+    assert plan.fits

@@ -223,3 +223,29 @@ def test_searching() -> None:
         lm.smallest_topology(
             big.with_optimizer(optax.sgd(0.1)), "v5e", rules, what_if=lm.WhatIf(optimizer="adam"), compile=None
         )
+
+
+def test_nnx_and_linen_models_have_optimizers_too() -> None:
+    pytest.importorskip("flax")
+    from flax import linen, nnx
+
+    module = lm.build_abstract(nnx.Linear, 16, 32, rngs=nnx.Rngs(0)).with_optimizer(optax.adam(1e-3))
+    weights = (16 * 32 + 32) * 4
+    assert module.plan().parts == {"parameters": weights, "optimizer state": 2 * weights + 4 + 4, "gradients": weights}
+    variables = lm.build_abstract(linen.Dense(32), jax.random.key(0), jnp.ones((1, 16)))
+    plan = variables.with_optimizer(optax.adam(1e-3)).plan()
+    assert plan.parts == {"parameters": weights, "optimizer state": 2 * weights + 4, "gradients": weights}
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_whenever_it_is_sharded(before: bool) -> None:
+    abstract = lm.build_abstract(init, jax.random.key(0))
+    if before:
+        abstract = abstract.with_optimizer(optax.adam(1e-3)).shard(abstract_mesh(), RULES)
+    else:
+        abstract = abstract.shard(abstract_mesh(), RULES).with_optimizer(optax.adam(1e-3))
+    plan = abstract.reinitialize("table", jax.nn.initializers.ones).rekey(1, "layers.*").plan()
+    assert plan.parts == {"parameters": PARAMETERS, "optimizer state": 2 * TRAINED + 4, "gradients": TRAINED}
+    one = lm.build_abstract(init, jax.random.key(0)).with_optimizer(optax.adam(1e-3)).plan()
+    floats = 2 * (64 * 128 + 128) * 4 + 64 * 64 * 2
+    assert one.parts == {"parameters": floats + 8, "optimizer state": 2 * floats + 4, "gradients": floats}

@@ -361,3 +361,10 @@ def test_servers_that_lie_at_random_end_in_the_right_values_or_one_error(tmp_pat
         assert len(outcomes) == TIMES
         assert all(outcome.isprintable() and len(outcome) < 1000 for outcome in outcomes), outcomes
         assert nbytes < MOST, (nbytes, outcomes)
+
+
+def test_a_length_that_changes_is_another_object(server: ObjectServer) -> None:
+    with lm.open_checkpoint(server.url("hostile/w.safetensors"), QUICK) as checkpoint:
+        server.hostile("hostile/w.safetensors", "changing-length")
+        with refused("changed"):
+            checkpoint["w"].read()

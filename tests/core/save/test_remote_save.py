@@ -287,3 +287,10 @@ def test_of_two_savers_one_succeeds(buckets: dict[str, Bucket], scheme: str, opt
         indexed = bool(options) or old is SHARDED
         assert len(bucket.objects()) == (4 if options else 2 if indexed else 1)
     assert scheme == "az" or bucket.server.counters()["open_uploads"] == []
+
+
+def test_arguments_that_do_not_fit_together(tmp_path: Path) -> None:
+    with pytest.raises(lm.LazyModelError, match="storage_options are for URLs, found a path"):
+        lm.save({"w": np.ones(1)}, tmp_path / "saved", storage_options={"region": "x"})
+    with pytest.raises(lm.LazyModelError, match="gs://uploads/saved: only safetensors are saved to buckets"):
+        lm.save({"w": np.ones(1)}, "gs://uploads/saved", format="orbax")

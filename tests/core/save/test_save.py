@@ -331,3 +331,16 @@ def test_what_orbax_says_of_arrays_without_elements_is_checked(tmp_path: Path, s
     file.write_text(json.dumps(content))
     with pytest.raises(lm.CheckpointError, match="_METADATA: expected dtypes and shapes of arrays without elements"):
         lm.open_checkpoint(tmp_path / "saved")
+
+
+def test_a_failure_leaves_nothing(
+    tmp_path: Path, arrays: dict[str, jax.Array], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, data: Any, offset: int) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    for target in ("saved", "x.safetensors"):
+        with pytest.raises(lm.LazyModelError, match=rf"cannot write .*{target} \(.*safetensors\): No space left"):
+            lm.save(arrays, tmp_path / target)
+    assert files_in(tmp_path) == []

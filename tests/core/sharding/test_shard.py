@@ -285,3 +285,10 @@ def test_a_numpy_array_that_stays_on_the_host_is_not_said_to_be_replicated(mesh8
     assert sharded["table"].on_host and sharded["table"].sharding.is_fully_replicated
     with pytest.raises(lm.ShardingError, match="1 variables of at least 1 B match no sharding rule.*: w "):
         model.shard(mesh8, {}, on_unmatched="error", large=1)
+
+
+def test_what_belongs_to_a_weight_on_one_device_is_there_too(mesh8: Mesh) -> None:
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[3])
+    model = build(**{"a/kernel": (8, 16), "a/lora_kernel_a": (8, 2)})
+    sharded = model.shard(mesh8, lambda variable: one if variable.path == "a/kernel" else None)
+    assert {variable.sharding for variable in sharded.values()} == {one}

@@ -13,6 +13,7 @@ import lazymodel as lm
 from tests.core.trace._eager import assert_same
 
 eqx = pytest.importorskip("equinox")
+optax = pytest.importorskip("optax")
 
 
 class Layer(eqx.Module):
@@ -68,3 +69,33 @@ def test_a_stack_of_layers() -> None:
     abstract = lm.build_abstract(stack, jax.random.key(2))
     assert abstract["weight"].shape == (4, 16, 16)
     assert_same(abstract.materialize(), stack(jax.random.key(2)))
+
+
+def test_a_layer_of_the_library() -> None:
+    arguments = (16, 4, 32, 3)
+    abstract = lm.build_abstract(eqx.nn.MLP, *arguments, key=jax.random.key(0))
+    assert abstract["layers/0/weight"].shape == (32, 16)
+    mlp, eager = abstract.materialize(), eqx.nn.MLP(*arguments, key=jax.random.key(0))
+    assert_same(mlp, eager)
+    assert np.array_equal(mlp(jnp.ones(16)), eager(jnp.ones(16)))
+
+
+def test_training_as_equinox_does(mesh8: Any) -> None:
+    optimizer = optax.adamw(1e-2)
+    abstract = lm.build_abstract(Model, 64, 2, key=jax.random.key(0)).with_optimizer(optimizer)
+    model, state = abstract.shard(mesh8, {r"layers/\d+/weight": jax.P("model")}).materialize()
+    eager = Model(64, 2, key=jax.random.key(0))
+    assert_same(state, optimizer.init(eqx.filter(eager, eqx.is_inexact_array)))
+    assert state[0].mu.layers[0].weight.sharding.spec == jax.P("model")
+
+    @eqx.filter_jit
+    def step(model: Model, state: Any, x: jax.Array) -> Any:
+        loss, grads = eqx.filter_value_and_grad(lambda model: jnp.mean(jax.vmap(model)(x) ** 2))(model)
+        updates, state = optimizer.update(grads, state, eqx.filter(model, eqx.is_inexact_array))
+        return eqx.apply_updates(model, updates), state, loss
+
+    losses = []
+    for _ in range(3):
+        model, state, loss = step(model, state, jnp.ones((4, 64)))
+        losses.append(float(loss))
+    assert losses[2] < losses[0]

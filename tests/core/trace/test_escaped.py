@@ -302,3 +302,37 @@ def test_stateful_equinox() -> None:
     x = jnp.arange(8.0).reshape(2, 4)
     run = lambda model, state: jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)  # noqa: E731
     assert np.array_equal(run(ours, state)[0], run(eager, expected)[0])
+
+
+def test_haiku(mesh8: Any) -> None:
+    hk = pytest.importorskip("haiku")
+
+    def forward(x: Any) -> Any:
+        return hk.BatchNorm(True, True, 0.9)(hk.nets.MLP([16, 8])(x), is_training=True)
+
+    transformed, x = hk.transform_with_state(forward), jnp.ones((2, 4))
+    abstract = lm.build_abstract(transformed, KEY, x)
+    ours, eager = abstract.shard(mesh8, lm.auto()).materialize(), transformed.init(KEY, x)
+    assert jax.tree.structure(ours) == jax.tree.structure(eager)
+    assert all(map(np.array_equal, jax.tree.leaves(ours), jax.tree.leaves(eager)))
+    without = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(3)(x)))
+    assert set(lm.build_abstract(without, KEY, x)) == {"linear/b", "linear/w"}
+
+
+def test_penzai() -> None:
+    pz = pytest.importorskip("penzai.pz")
+    mlp = pytest.importorskip("penzai.models.simple_mlp").MLP
+
+    def make(key: Any) -> Any:
+        return mlp.from_config(name="mlp", init_base_rng=key, feature_sizes=[2, 4, 3])
+
+    with pytest.raises(
+        lm.TraceError, match=r"penzai.*Parameter at 'sublayers/0.*pz\.unbind_params\(model, freeze=True\)"
+    ):
+        lm.build_abstract(make, KEY)
+    abstract = lm.build_abstract(lambda key: pz.unbind_params(make(key), freeze=True), KEY)
+    assert abstract.num_parameters == 2 * 4 + 4 + 4 * 3 + 3
+    model, params = abstract.materialize()
+    bound = pz.bind_variables(model, [value.unfreeze_as_copy() for value in params])
+    inputs = pz.nx.ones({"features": 2})
+    assert np.array_equal(bound(inputs).unwrap("features"), make(KEY)(inputs).unwrap("features"))

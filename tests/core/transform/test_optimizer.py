@@ -274,3 +274,13 @@ def test_another_initializer_is_for_parameters_and_the_state_starts_from_them(ru
     assert jax.tree.structure(state) == jax.tree.structure(start)
     jax.tree.map(np.testing.assert_array_equal, state, start)
     jax.tree.map(np.testing.assert_array_equal, model["layers"], expected["layers"])
+
+
+def test_factored_and_stacked_state_is_split_by_what_it_has_of_its_parameter(mesh8: Any) -> None:
+    factored = abstract_model().with_optimizer(OPTIMIZERS["adafactor"]).shard(mesh8, RULES)
+    assert factored["optimizer/0/v_row/layers/0/w"].spec == P()
+    assert factored["optimizer/0/v_col/layers/0/w"].shape == (128,)
+    assert factored["optimizer/0/v_col/layers/0/w"].spec == P("model")
+    history = abstract_model().with_optimizer(OPTIMIZERS["history"]).shard(mesh8, RULES)
+    found = history["optimizer/0/diff_params_memory/layers/0/w"]
+    assert found.shape == (3, 64, 128) and found.spec == P(None, None, "model")

@@ -125,15 +125,33 @@ def classes() -> Any:
         def __init__(self) -> None:
             super().__init__(2.0, "fan_out", "uniform")
 
+    class Property(KI.RandomNormal):
+        read = 0
+
+        @property
+        def stddev(self) -> float:
+            Property.read += 1
+            return 0.5 * Property.read
+
+        @stddev.setter
+        def stddev(self, value: float) -> None:
+            pass
+
     doubled = own(lambda self, *a, **k: 2 * KI.GlorotUniform.__call__(self, *a, **k), KI.GlorotUniform)
     return net(
         *(own(call)(seed=seed) for call in CALLS for seed in (2, 3)),
         *(doubled(), doubled(), "glorot_uniform", doubled()),
         *(Unchanged(), "he_normal", Unchanged()),
+        *(Property(seed=1), Property(seed=1)),
     )
 
 
 def generators(outside: Any) -> Any:
+    class Twice(keras.random.SeedGenerator):
+        def next(self, ordered: bool = True) -> Any:
+            super().next(ordered)
+            return super().next(ordered)
+
     class OtherName(KI.Initializer):
         def __init__(self, generator: Any) -> None:
             self.generator = generator
@@ -144,21 +162,21 @@ def generators(outside: Any) -> Any:
     normal = KI.RandomNormal.__call__
     drawn_twice = own(lambda self, *args, **kwargs: normal(self, *args, **kwargs) + normal(self, *args, **kwargs))
     never_drawn = own(lambda self, shape, dtype=None: keras.ops.ones(shape, dtype))
-    shared = keras.random.SeedGenerator(7)
+    shared, twice = keras.random.SeedGenerator(7), Twice(7)
     other = OtherName(keras.random.SeedGenerator(7))
     return net(
         *(KI.RandomNormal(seed=shared), KI.Orthogonal(seed=shared), KI.HeUniform(seed=shared)),
         *(drawn_twice(seed=shared), KI.RandomNormal(seed=shared), drawn_twice(seed=shared)),
         *(never_drawn(seed=shared), KI.RandomNormal(seed=shared)),
         *(KI.RandomNormal(seed=outside) for _ in range(3)),
+        *(KI.RandomNormal(seed=twice) for _ in range(2)),
         *(other, other, KI.RandomNormal(seed=other.generator), other),
     )
 
 
 def what_changes_meanwhile() -> Build:
-    """Counters, a global, arrays, an initializer and a variable that the next ones depend on."""
+    """Counters, a class attribute, a global, arrays, an initializer and a variable that the next ones depend on."""
     cache: list[Any] = []
-    scale = [0.0]
 
     def cached(shape: Any, dtype: Any = None) -> Any:
         if not cache:
@@ -169,20 +187,26 @@ def what_changes_meanwhile() -> Build:
         type(self).calls += 1
         return keras.ops.full(shape, type(self).calls, dtype)
 
+    def count_own_calls(self: Any, shape: Any, dtype: Any = None) -> Any:
+        self.calls += 1
+        return keras.ops.full(shape, self.calls, dtype)
+
+    counting, scale = own(count_calls), [0.0]
+    scaled = own(lambda self, *a, **k: self.calls * KI.GlorotUniform.__call__(self, *a, **k), KI.GlorotUniform)
+
     def of_a_global(shape: Any, dtype: Any = None) -> Any:
         return keras.ops.full(shape, scale[0], dtype)
 
-    counting = own(count_calls)
-
     def build() -> Any:
-        rng, layers = np.random.default_rng(3), list[Any]()
+        one, rng, layers = own(count_own_calls, KI.Initializer)(), np.random.default_rng(3), list[Any]()
         drawer = own(lambda self, shape, dtype=None: rng.standard_normal(shape, dtype), object)()
-        layers += map(Weight, (*(counting(seed=seed) for seed in (1, 2, 3)), "ones", cached, cached))
+        layers += map(Weight, (*(counting(seed=seed) for seed in (1, 2, 3)), one, "ones", one, cached, cached))
         layers += map(Weight, [drawer.__call__] * 3)
-        for scale[0] in (1.0, 2.0, 3.0):
-            layers.append(Weight(of_a_global))
+        for scaled.calls in (1.0, 2.0, 3.0):
+            scale[0] = scaled.calls
+            layers += [Weight(scaled(seed=5)), Weight(of_a_global)]
         scale[0] = 4.0
-        values = np.ones((8, 16), np.float32)
+        values = np.ones(8 * 16 + 1, np.float32)[1:].reshape(8, 16)  # JAX shares the memory of aligned arrays
         constant, normal = KI.Constant(values), KI.RandomNormal(seed=1)
         layers += map(Weight, (constant, lambda shape, dtype=None: values, normal))
         values[:] = 2
