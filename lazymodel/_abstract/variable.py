@@ -402,6 +402,12 @@ def offloaded_nbytes(variable: AbstractVariable) -> int:
     return variable.shard_nbytes if is_offloaded(variable.sharding) and not stays_on_host(variable) else 0
 
 
+def flat_axes(name: Any) -> tuple[str, ...]:
+    """The axes that one entry names: none, one, or several."""
+    entries = name if isinstance(name, tuple | list) else (name,)
+    return tuple(str(axis) for axis in entries if axis is not None)
+
+
 # Framework module → the module that exposes `adapter`; the extra by the framework's name installs what it needs.
 _ADAPTERS = {"keras": "lazymodel_keras", "flax": "lazymodel_flax"}
 

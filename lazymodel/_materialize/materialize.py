@@ -40,15 +40,14 @@ from lazymodel._materialize.stream import StreamItem
 from lazymodel._materialize.stream import stream as read_stream
 from lazymodel._programs.jaxprs import as_keys, is_weak, with_weak_type
 from lazymodel._programs.programs import run_recipes
-from lazymodel._remote.requests import REQUESTS
 from lazymodel._remote.url import is_url
 from lazymodel._show.progress import Progress, ProgressTo, ReportTo, Timeline, delivery, progress_for
 from lazymodel._show.text import listed, parse_budget
 from lazymodel._tensors.buffers import default_budget, parallel
-from lazymodel._tensors.byte_reader import BYTES_READ, ByteReader
+from lazymodel._tensors.byte_reader import BYTES_READ, REQUESTS, ByteReader
 from lazymodel._tensors.casting import SAFE
 from lazymodel._tensors.lazy import LazyTensor, lazy
-from lazymodel._tensors.shards import boxes_for, on_host
+from lazymodel._tensors.shards import boxes_for, check_replicas, on_host
 from lazymodel._tensors.tensor_source import ArrayTensor, CompositeSource, TensorSource
 
 _STREAM_BUDGET = 256 << 20  # bytes of the host's memory, within which `stream` reads variables ahead
@@ -202,7 +201,8 @@ class _Load:
         self.model, self.choice, self.shardings, self.budget = model, choice, shardings, budget
         tensors = {path: read_as(model[path], source, choice) for path, source in choice.sources.items()}
         items = _items(model, tensors, shardings)
-        self.exchanges = exchanges(items, replicas)
+        check_replicas(replicas)
+        self.exchanges = exchanges(items, replicas) if jax.process_count() > 1 else {}
         parts = {path: exchange.part for path, exchange in self.exchanges.items()}
         self.items = [parts.get(item.path, item) for item in items]
 

@@ -37,7 +37,6 @@ from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.shards import (
     DeviceTensor,
     ReadPartition,
-    check_replicas,
     divide,
     grouped,
     is_exchanged,
@@ -106,11 +105,10 @@ def exchanges(items: Iterable[StreamItem], replicas: str | None) -> dict[str, Ex
         items: The items to read; tensors are lazy.
         replicas: `"exchange"`, `"read"`, or None to exchange only what comes over a network.
     """
-    check_replicas(replicas)
     found: dict[str, Exchange] = {}
     for item in in_file_order(items):
         tensor = cast(LazyTensor, item.tensor)
-        if not is_exchanged(tensor, replicas) or jax.process_count() == 1:
+        if not is_exchanged(tensor, replicas):
             continue
         mesh = item.sharding.mesh if isinstance(item.sharding, NamedSharding) else None
         # A process without devices of the mesh does not take part in its programs.

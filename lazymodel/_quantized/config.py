@@ -138,6 +138,12 @@ def _ways(pattern: str) -> tuple[int, float]:
     return quantifiers, ways * math.prod(alternatives)
 
 
+def is_hugging_face(config: Mapping[str, Any]) -> bool:
+    """Returns True if a configuration is one of transformers or timm, or declares a quantization."""
+    kinds = ("model_type", "architectures", "architecture", "quantization_config", "compression_config")
+    return any(config.get(kind) for kind in kinds)
+
+
 def find_config(config: Mapping[str, Any], file: str) -> Config | None:
     """The quantization of the weights that a configuration declares; None if they are not quantized."""
     found: list[tuple[str, dict[str, Any]]] = []

@@ -602,9 +602,3 @@ def _strange(contents: Contents, name: str) -> str:
     if small and (name.endswith("weight") or scales_beside(name, contents.left)):
         return header.dtype.name
     return ""
-
-
-def is_hugging_face(config: Mapping[str, Any]) -> bool:
-    """Returns True if a configuration is one of transformers or timm, or declares a quantization."""
-    kinds = ("model_type", "architectures", "architecture", "quantization_config", "compression_config")
-    return any(config.get(kind) for kind in kinds)

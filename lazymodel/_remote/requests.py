@@ -41,6 +41,7 @@ from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit
 from lazymodel._errors import CheckpointError
 from lazymodel._remote.url import quoted
 from lazymodel._tensors.buffers import start_thread
+from lazymodel._tensors.byte_reader import REQUESTS
 
 Result = TypeVar("Result")
 
@@ -53,29 +54,6 @@ _MOST_TEXT = 8 << 10  # characters of an error that are examined: it repeats the
 _STATUS = re.compile(r"status code: (\d{3})")
 _BUSY = (429, 503)
 _AGAIN = (408, 425, 429)  # statuses below 500 that are worth a retry
-
-
-class Counter:
-    """Requests that this process made to stores, in any thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.requests = self.retries = self.nbytes = 0
-
-    def so_far(self) -> tuple[int, int, int]:
-        """Bytes that arrived, requests, and how many requests were retries."""
-        with self._lock:
-            return self.nbytes, self.requests, self.retries
-
-    def add(self, *, requests: int = 0, retries: int = 0, nbytes: int = 0) -> None:
-        """Adds to the counts; `nbytes` are those of bodies that arrived completely."""
-        with self._lock:
-            self.requests += requests
-            self.retries += retries
-            self.nbytes += nbytes
-
-
-REQUESTS = Counter()
 
 
 class Failure(Exception):

@@ -27,9 +27,10 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from lazymodel._errors import CheckpointError
-from lazymodel._remote.requests import REQUESTS, Changed, Failure, Missing, Retries, Web, apart, attempt, explained
+from lazymodel._remote.requests import Changed, Failure, Missing, Retries, Web, apart, attempt, explained
 from lazymodel._remote.url import Url, child, parse_url, quoted
 from lazymodel._show.text import listed
+from lazymodel._tensors.byte_reader import REQUESTS
 
 _OWN = ("client_options", "retry_config")  # `storage_options` of every kind of store
 

@@ -13,10 +13,10 @@ from typing import Any, TypeAlias, cast
 
 from jax.sharding import Mesh, PartitionSpec
 
-from lazymodel._abstract.variable import AbstractVariable, Reason, matched_paths, rule_path
+from lazymodel._abstract.variable import AbstractVariable, Reason, flat_axes, matched_paths, rule_path
 from lazymodel._errors import ShardingError
 from lazymodel._sharding.describe import Described, describe
-from lazymodel._sharding.roles import MESH_AXES, ROLES, Host, Role, are_mesh_axes, flat_axes
+from lazymodel._sharding.roles import MESH_AXES, ROLES, Host, Role, are_mesh_axes
 from lazymodel._show.text import closest, format_bytes
 
 Axes: TypeAlias = "str | Sequence[str] | None"

@@ -15,7 +15,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from lazymodel._abstract.variable import PINNED_HOST
+from lazymodel._abstract.variable import PINNED_HOST, flat_axes
 from lazymodel._errors import ShardingError
 from lazymodel._show.text import closest
 
@@ -232,12 +232,6 @@ def are_mesh_axes(names: Sequence[Any], mesh_axes: Sequence[str]) -> bool:
     known = {*mesh_axes, *sum(MESH_AXES.values(), ())}
     flat = [axis for name in names for axis in flat_axes(name)]
     return bool(flat) and all(axis in known or axis.lower() in known for axis in flat)
-
-
-def flat_axes(name: Any) -> tuple[str, ...]:
-    """The axes that one entry names: none, one, or several."""
-    entries = name if isinstance(name, tuple | list) else (name,)
-    return tuple(str(axis) for axis in entries if axis is not None)
 
 
 def role_of_names(names: Sequence[Any], is_output: bool | None) -> tuple[str, tuple[str, ...]] | None:

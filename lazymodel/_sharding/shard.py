@@ -20,6 +20,7 @@ from lazymodel._abstract.variable import (
     AbstractVariable,
     Reason,
     device_nbytes,
+    flat_axes,
     in_memory,
     kept_on_host,
     matched_paths,
@@ -30,7 +31,7 @@ from lazymodel._abstract.variable import (
 from lazymodel._errors import ShardingError, warn
 from lazymodel._sharding.auto import Auto, auto, trimmed
 from lazymodel._sharding.describe import describe
-from lazymodel._sharding.roles import Host, Role, flat_axes
+from lazymodel._sharding.roles import Host, Role
 from lazymodel._show.progress import Span
 from lazymodel._show.table import Column, Report, Table, placed_text
 from lazymodel._show.text import (

@@ -54,6 +54,29 @@ class ByteCounter:
 BYTES_READ = ByteCounter()
 """Tensor bytes read from files by this process, headers not included."""
 
+
+class RequestCounter:
+    """Requests that this process made to stores, in any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.requests = self.retries = self.nbytes = 0
+
+    def so_far(self) -> tuple[int, int, int]:
+        """Bytes that arrived, requests, and how many requests were retries."""
+        with self._lock:
+            return self.nbytes, self.requests, self.retries
+
+    def add(self, *, requests: int = 0, retries: int = 0, nbytes: int = 0) -> None:
+        """Adds to the counts; `nbytes` are those of bodies that arrived completely."""
+        with self._lock:
+            self.requests += requests
+            self.retries += retries
+            self.nbytes += nbytes
+
+
+REQUESTS = RequestCounter()
+
 VERIFIED: dict[Hashable, str] = {}
 """Hashes of the content of files that this process has compared with published ones, by `ByteReader.version`."""
 

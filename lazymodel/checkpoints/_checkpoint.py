@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from lazymodel._errors import CheckpointError, LazyModelError
-from lazymodel._quantized.config import Plain
-from lazymodel._quantized.families import is_hugging_face, plain_tensors
+from lazymodel._quantized.config import Plain, is_hugging_face
+from lazymodel._quantized.families import plain_tensors
 from lazymodel._remote.path import Location, RemotePath, remote_path
 from lazymodel._remote.url import is_url
 from lazymodel._show.text import format_bytes, listed, plural
