@@ -46,6 +46,7 @@ from lazymodel._plan.plan import MemoryPlan, compare_plans
 from lazymodel._plan.search import smallest_topology
 from lazymodel._plan.what_if import WhatIf
 from lazymodel._restore import restore, training_state
+from lazymodel._run.report import RunReport
 from lazymodel._save.save import save, save_step
 from lazymodel._sharding.auto import auto
 from lazymodel._sharding.roles import Host, role
@@ -87,6 +88,7 @@ __all__ = [
     "Mup",
     "Progress",
     "ReshardReport",
+    "RunReport",
     "ShardingError",
     "TraceError",
     "TrainingState",

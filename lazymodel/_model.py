@@ -16,6 +16,7 @@ from lazymodel._abstract.variable import AbstractVariable, adapters, device_nbyt
 from lazymodel._errors import LazyModelError
 from lazymodel._materialize.materialize import materialize, stream
 from lazymodel._plan.make import plan
+from lazymodel._run.run import run
 from lazymodel._sharding.shard import explain, shard
 from lazymodel._show.progress import Span
 from lazymodel._show.table import Column, Table, Tabled, placed_text, shape_text, spec_text
@@ -77,6 +78,7 @@ class AbstractModel(Tabled, ModelSpec, Generic[BuiltT]):
     plan = plan
     stream = stream
     materialize = _built(materialize)
+    run = run
 
     @classmethod
     def of(cls, spec: ModelSpec) -> Self:

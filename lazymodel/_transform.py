@@ -196,6 +196,19 @@ class _WithState(Framework):
         with self._model.framework.outlined(self._own(structs)) as model:
             yield self._training.finish(model, state)
 
+    def traceable(self) -> Callable[[Mapping[str, Any]], contextlib.AbstractContextManager[Any]]:
+        model = self._model.framework.traceable()
+
+        @contextlib.contextmanager
+        def both(arrays: Mapping[str, Any]) -> Generator[Any]:
+            with model(self._own(arrays)) as built:
+                yield self._training.finish(built, self._state.structure(arrays))
+
+        return both
+
+    def usable_sharding(self, sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+        return self._model.framework.usable_sharding(sharding)
+
     def lowered(self, what: str, structs: Mapping[str, jax.ShapeDtypeStruct], **call: Any) -> Sequence[LoweredFunction]:
         return self._model.framework.lowered(what, self._own(structs), **call)
 

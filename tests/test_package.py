@@ -26,10 +26,10 @@ PACKAGES = {
 NAMES = {
     "lazymodel": """
         AbstractModel AbstractVariable Checkpoint CheckpointError Compile CoordinateCheck DoesNotFitError Fleet From
-        Host LazyModelError LazyModelWarning LazyTensor LoadReport MemoryPlan Mup Progress ReshardReport ShardingError
-        TraceError TrainingState WeightMap WhatIf arithmetic_mesh auto build_abstract compare_plans coordinate_check
-        device_memory diff grow initializers map_checkpoint mup open_checkpoint path_key research reshard restore role
-        save save_step smallest_topology statistics topology training_state
+        Host LazyModelError LazyModelWarning LazyTensor LoadReport MemoryPlan Mup Progress ReshardReport RunReport
+        ShardingError TraceError TrainingState WeightMap WhatIf arithmetic_mesh auto build_abstract compare_plans
+        coordinate_check device_memory diff grow initializers map_checkpoint mup open_checkpoint path_key research
+        reshard restore role save save_step smallest_topology statistics topology training_state
     """,
     "lazymodel.checkpoints": """
         Checkpoint SafetensorsFile open_checkpoint

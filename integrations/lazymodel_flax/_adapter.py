@@ -452,6 +452,14 @@ class _Module(_Results):
             )
         yield self._merged(structs)
 
+    def traceable(self) -> Callable[[Mapping[str, Any]], contextlib.AbstractContextManager[Any]]:
+        if self._modes.hijax or self._modes.ref:
+            raise LazyModelError(
+                "run: the variables of the model are references or hijax objects (nnx.var_defaults), which are mutable "
+                "arrays that no program of several can share. Build it without them, or materialize it"
+            )
+        return super().traceable()
+
     def start_training(
         self, variables: Mapping[str, AbstractVariable], optimizer: Optimizer, leaves: Mapping[str, Any]
     ) -> Training:

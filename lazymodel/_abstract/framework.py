@@ -138,6 +138,14 @@ class Framework:
         """
         yield self.structure({path: self.outline(struct) for path, struct in structs.items()})
 
+    def traceable(self) -> Callable[[Mapping[str, Any]], contextlib.AbstractContextManager[Any]]:
+        """Returns a function from traced arrays to the user's object, valid in a context, to trace functions of it."""
+        return lambda arrays: contextlib.nullcontext(self.rebuild(arrays))
+
+    def usable_sharding(self, sharding: Sharding) -> Sharding:
+        """The sharding that the arrays of the user's object have if variables are materialized with this one."""
+        return sharding
+
     def prepared(
         self, model: Any, what: str, *, inputs: Sequence[Any] = (), batch: int | None, sequence: int | None
     ) -> Any:

@@ -125,7 +125,7 @@ def materialize(
         load = _Load(model, choice, shardings, parse_budget(max_host_memory, default_budget()), replicas)
         timeline.add("match", matching, time.perf_counter())
         compiling = Compiling(model, compiles, shardings, timeline)
-        _publish_fingerprint(stage, choice, compiling.names, itertools.chain(load.details(), compiling.details))
+        publish_fingerprint(stage, choice, compiling.names, itertools.chain(load.details(), compiling.details))
     with agreement(assigned) as stage, compiling.in_background():
         bar = progress_for(progress)
         arrays, costs = _make_arrays(load, compiling, bar, stage, timeline)
@@ -183,7 +183,7 @@ def stream(
         checkpoint = flat_checkpoint(checkpoint)
         choice = resolve_and_warn(model, checkpoint, initialize=initialize, strict=strict, cast=cast)
         refuse_derived(model, choice)
-        _publish_fingerprint(stage, choice)
+        publish_fingerprint(stage, choice)
         return _each(model, choice, shardings, budget)
 
 
@@ -392,7 +392,7 @@ def _in_layout(array: jax.Array, variable: AbstractVariable) -> jax.Array:
     return jax.device_put(array, Format(variable.layout, array.sharding), donate=True)
 
 
-def _publish_fingerprint(
+def publish_fingerprint(
     stage: CollectiveScope, choice: LoadPlan, programs: Iterable[str] = (), details: Iterable[str] = ()
 ) -> None:
     """Publishes what this process initializes (with its keys and seeds) and loads (tensors and their files).

@@ -86,6 +86,7 @@ class StreamItem:
     shape: tuple[int, ...]  # the global shape; must equal the tensor's
     dtype: np.dtype[Any]  # values are cast as by `ndarray.astype`
     sharding: Sharding
+    turn: int = 0  # an item is read once the caller waits for one of the turn before, or has got it
 
 
 def in_file_order(items: Iterable[StreamItem]) -> list[StreamItem]:
@@ -100,6 +101,7 @@ def stream(
     max_host_memory: int | None = None,
     on_bytes: Callable[[int], None] | None = None,
     hold: Callable[[Callable[[], bool]], None] | None = None,
+    in_order: bool = False,
 ) -> Generator[tuple[str, jax.Array]]:
     """Reads every item's shards onto this process's devices; yields (path, array) in file order.
 
@@ -116,12 +118,14 @@ def stream(
         on_bytes: Called with the bytes of shards just filled, from any thread, one call at a time.
         hold: Called afterwards by every thread before it continues, with a function that returns True if the stream has
             been stopped: until it returns, that thread reads nothing more.
+        in_order: True to read and yield the items in the given order, which is that of their turns. An item may occur
+            several times.
 
     Raises:
         CheckpointError: At once, for a tensor whose shape differs from its variable's or that cannot be read within the
             limit; while iterating, for any failure with one variable, naming it and its file.
     """
-    plans = [_plan(item) for item in in_file_order(items)]
+    plans = [_plan(item) for item in (items if in_order else in_file_order(items))]
     limit = default_budget() if max_host_memory is None else max_host_memory
     threads = max(2, min(_THREADS, cores()))  # two on one core as well: one reads while the other waits for a disk
     ranges = [each for plan in plans for each in required_ranges(plan.tensor, plan.boxes.boxes)]
@@ -261,7 +265,8 @@ def _groups(plans: Sequence[_Plan], limit: int) -> Iterator[_Job | _Plan]:
     for plan in plans:
         stored, placed, spent = plan.small or (limit, limit, limit)
         alone = stored + placed + spent > limit
-        if group and (alone or nbytes + stored + placed + max(most, spent) > limit):
+        together = not alone and not (group and plan.item.turn != group[0].item.turn)
+        if group and not (together and nbytes + stored + placed + max(most, spent) <= limit):
             yield _Job(group, nbytes + most, group=True)
             group, nbytes, most = [], 0, 0
         if alone:
@@ -356,7 +361,7 @@ class _Stream:
         # locked.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._in_flight = 0
+        self._in_flight = self._turn = 0
         self._on_its_way = 0  # bytes of buffers that transfers read
         self._held: dict[_Plan, int] = {}  # reservations that last until their array is yielded
         self._spare: list[np.ndarray] = []  # buffers to be reused, oldest first
@@ -379,6 +384,9 @@ class _Stream:
                 threads.append(start_thread(self._work, "stream", workspace))
             for plan in self._plans:
                 with self._lock:
+                    if plan.item.turn > self._turn:
+                        self._turn = plan.item.turn
+                        self._changed.notify_all()
                     self._changed.wait_for(lambda plan=plan: self._error is not None or plan.complete)
                     if self._error is not None:
                         raise self._error
@@ -464,8 +472,13 @@ class _Stream:
                 self._job = job
 
     def _reserve(self, job: _Job) -> bool:
+        turn = job.plans[0].item.turn
+
+        def available() -> bool:
+            return turn <= self._turn + 1 and self._in_flight + job.nbytes <= self._budget
+
         with self._lock:
-            self._changed.wait_for(lambda: self._stopped or self._in_flight + job.nbytes <= self._budget)
+            self._changed.wait_for(lambda: self._stopped or available())
             if self._stopped:
                 return False
             self._in_flight += job.nbytes

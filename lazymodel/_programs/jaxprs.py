@@ -586,7 +586,7 @@ def compile_kernels(
     def run_all(*given: np.ndarray) -> Iterator[jax.Array]:
         values: dict[int, Sequence[jax.Array]] = {}
         for run, operands, number, gone in steps:
-            values[number] = run(*(_operand(_read(place, given, values)) for place in operands))
+            values[number] = run(*(as_operand(_read(place, given, values)) for place in operands))
             for each in gone:
                 del values[each]
         for place, sharding in zip(kernels.outputs, shardings, strict=True):
@@ -611,7 +611,7 @@ def _read(place: Reference, inputs: Sequence[Any], values: Mapping[int, Sequence
     return inputs[place[1]] if place[0] == "input" else values[place[1]][place[2]]
 
 
-def _operand(value: Any) -> Any:
+def as_operand(value: Any) -> Any:
     """A value as argument of a compiled kernel: JAX does not pass on arrays with elements of less than a byte."""
     narrow = not is_key(value.dtype) and jax.dtypes.itemsize_bits(value.dtype) < 8
     return np.asarray(value) if narrow else value

@@ -52,7 +52,7 @@ def trace_function(
         TraceError: The function needs values that tracing does not have, or its result hides arrays.
     """
     called: str = name or getattr(function, "__name__", type(function).__name__)
-    found, jaxpr, inputs = _trace(function, args, kwargs, path_of, called)
+    found, jaxpr, inputs = trace(function, args, kwargs, path_of, called)
     with on_host():
         graph = Graph(jaxpr, inputs)
     variables: dict[str, AbstractVariable] = {}
@@ -171,7 +171,7 @@ def flattened(result: Any, path_of: PathOf, is_leaf: Callable[[Any], bool] | Non
     return flat
 
 
-def _trace(
+def trace(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], path_of: PathOf | None, name: str
 ) -> tuple[Flat, Any, list[Any]]:
     """The result, its jaxpr from array arguments to the distinct `jax.Array`s of the result, and these arguments."""

@@ -243,6 +243,21 @@ class KerasModel(Framework):
         with holding(self.unfilled()._described(structs)):
             yield self.result
 
+    def traceable(self) -> Callable[[Mapping[str, Any]], contextlib.AbstractContextManager[Any]]:
+        result, variables = self.unfilled().result, self.variables
+
+        @contextlib.contextmanager
+        def holding_traced(arrays: Mapping[str, Any]) -> Generator[Any]:
+            """What a function assigns to the variables ends with the context."""
+            mapping = [(variable, arrays[path]) for path, (variable, _) in variables.items()]
+            with keras.StatelessScope(state_mapping=mapping, initialize_variables=False):
+                yield result
+
+        return holding_traced
+
+    def usable_sharding(self, sharding: Any) -> Any:
+        return _automatic(sharding)
+
     def lowered(
         self,
         what: str,

@@ -1,0 +1,478 @@
+"""Running a function of a model that is never whole: the method `run`.
+
+The function is traced with shapes (`_run/flatten`), and cut into stretches (`_run/stretches`) small enough for the
+devices. All programs are compiled, and the memory of every moment is known, before anything is read. Then stretch after
+stretch runs: its variables arrive in this order from a stream (`_materialize/stream`), which reads those of the next
+stretch meanwhile, or from init programs; they are freed after their last use, or until the next one if memory is short.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from lazymodel._abstract.framework import ModelSpec
+from lazymodel._abstract.variable import device_shardings, host_array, stays_on_host
+from lazymodel._devices.collective import CollectiveScope, agreement
+from lazymodel._devices.hardware import device_memory, require_live
+from lazymodel._errors import DoesNotFitError, LazyModelError
+from lazymodel._mapping.match import (
+    LoadPlan,
+    flat_checkpoint,
+    initial_values,
+    is_chunked,
+    read_as,
+    refuse_derived,
+    resolve_and_warn,
+)
+from lazymodel._materialize.materialize import publish_fingerprint
+from lazymodel._materialize.stream import StreamItem, stream
+from lazymodel._programs.jaxprs import Programs, as_keys, as_operand, placed, stored_as
+from lazymodel._programs.programs import InitRecipe, run_recipes
+from lazymodel._run.flatten import Flattened, Part, Value
+from lazymodel._run.report import ProgramRow, RunReport, WholeRow
+from lazymodel._run.stretches import Cutter, Program, Stretch, program, stretches, variables_of
+from lazymodel._show.progress import Progress, ProgressTo, ReportTo, delivery, progress_for
+from lazymodel._show.text import format_bytes, parse_budget, parse_bytes
+from lazymodel._tensors.buffers import available_memory, default_budget, trim_heap
+from lazymodel._tensors.byte_reader import BYTES_READ
+from lazymodel._tensors.lazy import lazy
+from lazymodel._tensors.shards import on_host
+from lazymodel._trace.errors import watched
+from lazymodel._trace.function import trace
+
+_LAYERS = 100  # a scan goes through layers if it is over more than this part of the model
+_TRIM = 16 << 20  # bytes of results and temporaries after which freed memory is returned: it takes some milliseconds
+_WHOLE = frozenset({"while", "cond", "scan", "jit", "pjit", "shard_map"})  # their variables are needed at once
+
+
+def run(
+    model: ModelSpec,
+    function: Callable[..., Any],
+    /,
+    *inputs: Any,
+    checkpoint: Any = None,
+    max_device_memory: int | str | None = None,
+    max_host_memory: int | str | None = None,
+    progress: ProgressTo = None,
+    report: ReportTo = None,
+) -> Any:
+    """Returns what `function(abstract.materialize(checkpoint), *inputs)` returns; the model is never whole anywhere.
+
+    The function is traced once, and divided where it needs further variables. Each variable is read or initialized
+    shortly before its first use, while the devices compute what comes before, and freed after its last. Layers that
+    compute the same are one program, compiled once for any depth. A `lax.scan` over stacked layers runs layer by layer.
+
+    Devices hold the variables of two stretches (of two layers, for example), the values that are live between them, and
+    what the function returns. Gradients work; reduce them in the function, to norms for example, so that each is freed
+    at once. If several processes share the model's devices, all of them must call this.
+
+    Args:
+        function: Takes the object that `materialize` returns, then the inputs, and returns a pytree. It must be
+            traceable, like a function for `jax.jit`, and is not run again for other values.
+        *inputs: Pytrees. `jax.Array`s are traced; everything else, also NumPy arrays, is passed on unchanged.
+        checkpoint: As for `materialize`; variables that it lacks are initialized, with a warning.
+        max_device_memory: Limit on each device, in bytes or as `"4GiB"`, of everything that this call puts there. It
+            makes stretches smaller. None is the memory of the devices, if they report it; on CPUs stretches are as
+            large as layers, and variables that are used again are read again, unless keeping them takes no more memory.
+        max_host_memory: As for `materialize`: limit of staging.
+        progress: As for `materialize`: bytes on a device of variables that have arrived.
+        report: True prints a `RunReport` after the last stretch; a callable gets it instead.
+
+    Raises:
+        TraceError: The function needs the value of an array in Python.
+        DoesNotFitError: A stretch cannot be small enough for `max_device_memory`, or the results do not fit; raised
+            before anything is read.
+        LazyModelError: The function uses mutable arrays, or variables on different devices; or a variable is computed
+            from the values of others, as some optimizer state is.
+        CheckpointError: As for `materialize`.
+
+    Example:
+        >>> x = np.ones((8, 64), "float32")
+        >>> y = abstract.run(lambda model, x: x @ model["up"]["kernel"] @ model["down"]["kernel"], x)
+        >>> y.shape
+        (8, 64)
+    """
+    start, limit = time.perf_counter(), None
+    if max_device_memory is not None:
+        limit = parse_bytes(max_device_memory, name="max_device_memory", at_least=1)
+    budget, deliver, bar = parse_budget(max_host_memory, default_budget()), delivery(report), progress_for(progress)
+    if not callable(function):
+        raise LazyModelError(f"run takes a function of the model, then its inputs; got {function!r}")
+    require_live(model.variables)
+    model.framework.check_placed(model.variables)
+    assigned = [variable.sharding for variable in model.values()]
+    with agreement(assigned, done="run") as stage:
+        choice = resolve_and_warn(model, flat_checkpoint(checkpoint))
+        refuse_derived(model, choice)
+        publish_fingerprint(stage, choice)
+        variables = _Variables(model, choice)
+        name = getattr(function, "__name__", type(function).__name__)
+        unflatten, flat = _traced(model, function, inputs, variables, name)
+        calls = _fitting(flat, variables, name, limit)
+    planned, before = time.perf_counter(), BYTES_READ.count
+    with agreement(assigned, done="run") as stage:
+        bar.start(sum(variables.nbytes(value) for call in calls for value in call.fetch), f"{model.name}: {name}")
+        try:
+            result = unflatten(_run(calls, flat, variables, budget, bar, stage))
+        finally:
+            bar.finish()
+    if deliver is not None:
+        times = {"plan_seconds": planned - start, "seconds": time.perf_counter() - start}
+        deliver(_report(calls, flat, variables, limit_nbytes=limit, read_nbytes=BYTES_READ.count - before, **times))
+    return result
+
+
+class _Variables:
+    """The sources of the variables, and of parts of them."""
+
+    def __init__(self, model: ModelSpec, choice: LoadPlan) -> None:
+        self.model = model
+        self.shardings = {
+            path: model.framework.usable_sharding(sharding)
+            for path, sharding in device_shardings(model.variables).items()
+        }
+        self._sources = {path: read_as(model[path], source, choice) for path, source in choice.sources.items()}
+        self._recipes: dict[str, InitRecipe] = {}
+        for recipe in choice.recipes:
+            here = all(on_host(device) for path in recipe.paths for device in self.shardings[path].device_set)
+            if here and is_chunked(recipe):
+                self._sources |= initial_values(model, recipe)
+            else:
+                self._recipes |= {path: recipe.restricted_to([path]) for path in recipe.paths}
+        self.initialized = {path for recipe in choice.recipes for path in recipe.paths}
+        self.on_host = {
+            path: host_array(variable, self._sources[path])
+            for path, variable in model.items()
+            if stays_on_host(variable)
+        }
+        on_devices = [sharding for path, sharding in self.shardings.items() if path not in self.on_host]
+        if len({frozenset(sharding.device_set) for sharding in on_devices}) > 1:
+            raise LazyModelError(
+                f"run: {model.name} has variables on different sets of devices, which no program can take together. "
+                "Shard all of them over one mesh"
+            )
+        mesh = next((each.mesh for each in on_devices if isinstance(each, NamedSharding)), None)
+        one = SingleDeviceSharding(jax.local_devices()[0])
+        self.default = NamedSharding(mesh, PartitionSpec()) if mesh is not None else [*on_devices, one][0]
+
+    def is_sliceable(self, path: str, dimension: int) -> bool:
+        """Returns True if parts of a variable along a dimension can be read alone."""
+        sharding = self.shardings[path]
+        if path in self._recipes or dimension >= len(self.model[path].shape):
+            return False
+        if isinstance(sharding, NamedSharding):
+            return not [*sharding.spec, *(None for _ in range(dimension + 1))][dimension]
+        return isinstance(sharding, SingleDeviceSharding)
+
+    def sharding(self, part: Part) -> Sharding:
+        """The sharding of a part."""
+        sharding = self.shardings[part.path]
+        if isinstance(sharding, NamedSharding) and part.depth:
+            spec = PartitionSpec(*sharding.spec[part.depth :])
+            return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+        return sharding
+
+    def nbytes(self, value: Value) -> int:
+        """Bytes of a part on a device."""
+        return _shard_nbytes(value.aval, self.sharding(value.source))
+
+    def is_read(self, value: Value) -> bool:
+        """Returns True if the stream yields a part, False if an init program makes it."""
+        return value.source.path not in self._recipes
+
+    def item(self, value: Value, turn: int) -> StreamItem:
+        """The item of a stream for a part."""
+        part = value.source
+        tensor = lazy(self._sources[part.path], part.path)
+        shape, dtype = stored_as(tuple(value.aval.shape), self.model[part.path].dtype)
+        return StreamItem(
+            part.path, tensor[part.index] if part.key else tensor, shape, dtype, self.sharding(part), turn
+        )
+
+    def make(self, path: str) -> jax.Array:
+        """A variable that an init program makes."""
+        ((_, array),) = run_recipes([self._recipes[path]], {path: self.shardings[path]}, self.model.programs)
+        return array
+
+    def temp_nbytes(self, path: str) -> int:
+        """Bytes of temporaries on a device while a variable is made."""
+        recipe = self._recipes.get(path)
+        return 0 if recipe is None else self.model.programs.get(recipe, [self.shardings[path]]).temp_nbytes
+
+
+def _shard_nbytes(aval: Any, sharding: Sharding) -> int:
+    """Bytes on a device."""
+    shape, dtype = stored_as(tuple(sharding.shard_shape(tuple(aval.shape))), aval.dtype)
+    return math.prod(shape) * dtype.itemsize
+
+
+def _traced(
+    model: ModelSpec, function: Callable[..., Any], inputs: tuple[Any, ...], variables: _Variables, name: str
+) -> tuple[Callable[[Sequence[Any]], Any], Flattened]:
+    """A function from flat results to what the user's function returns, and the steps to these."""
+    built = model.framework.traceable()
+
+    def of_arrays(arrays: Mapping[str, Any], inputs: tuple[Any, ...]) -> Any:
+        with built(arrays) as whole:
+            return function(whole, *inputs)
+
+    structs = {
+        path: dataclasses.replace(variable, sharding=variables.shardings[path], layout=None).struct
+        for path, variable in model.items()
+    }
+    with watched(function, inputs, {}):
+        found, closed, given = trace(of_arrays, (structs | variables.on_host, inputs), {}, None, name)
+    paths = iter(sorted(structs.keys() - variables.on_host.keys()))  # in the order in which JAX flattens a dict
+    pairs = zip(closed.in_avals, given, strict=True)
+    values = [
+        Value(aval, part=Part(next(paths))) if isinstance(leaf, jax.ShapeDtypeStruct) else Value(aval, data=leaf)
+        for aval, leaf in pairs
+    ]
+
+    def unflatten(results: Sequence[Any]) -> Any:
+        arrays = iter(results)
+        return found.unflatten({p: next(arrays) if array is None else array for p, array in found.arrays.items()})
+
+    return unflatten, Flattened(closed, values, variables.is_sliceable, model.nbytes // _LAYERS)
+
+
+@dataclasses.dataclass
+class _Call:
+    """One call of a program, with bytes on a device."""
+
+    stretch: Stretch
+    key: Any  # equal for calls of one program
+    program: Program
+    needed: list[Value]  # the variables that it takes
+    taken: int  # bytes of these
+    live: int  # of all else that exists before it
+    busy: int  # of its results and temporaries
+    kept: int = 0  # of variables for later calls
+    fetch: list[Value] = dataclasses.field(default_factory=list[Value])  # variables that arrive for it
+    drop: list[Value] = dataclasses.field(default_factory=list[Value])  # values that end with it
+    turn: int = 0  # of the stream
+    ahead: int = 0  # bytes that arrive meanwhile for the next call
+
+    @property
+    def total(self) -> int:
+        """Bytes while it runs, without what arrives for the next call."""
+        return self.taken + self.live + self.busy + self.kept
+
+
+def _fitting(flat: Flattened, variables: _Variables, name: str, limit: int | None) -> list[_Call]:
+    """The calls of the largest stretches that fit."""
+    devices = [each for each in variables.default.device_set if each.process_index == jax.process_index()]
+    if limit is None:
+        limit = min((size for size in map(device_memory, devices) if size is not None), default=None)
+    cutter = Cutter(flat, variables.nbytes)
+    first = calls = _calls(flat, variables, cutter, None)
+    room, nbytes = available_memory() if limit is None else limit, _results_nbytes(calls, flat, variables)
+    if room is not None and nbytes > room:
+        raise DoesNotFitError(
+            f"run: {name} returns {format_bytes(nbytes)} on a device, and there are {format_bytes(room)}. Nothing was "
+            "read. Return less: reduce it in the function, to norms for example",
+            needed_nbytes=nbytes,
+            limit_nbytes=room,
+        )
+    least, size = _most(calls), max(call.taken for call in calls) // 2
+    while limit is not None and _most(calls) > limit:
+        if 2 * size < cutter.largest or not size:
+            call = max(first, key=lambda call: call.total)
+            raise DoesNotFitError(
+                f"run: {name} needs at least {format_bytes(least)} on a device, and it can have {format_bytes(limit)} "
+                f"(whole layers need {format_bytes(call.taken)} for variables, {format_bytes(call.live)} for values "
+                f"that are live, {format_bytes(call.busy)} in a program). Nothing was read. Give more, use more "
+                "devices, or smaller inputs",
+                needed_nbytes=least,
+                limit_nbytes=limit,
+            )
+        calls = _calls(flat, variables, cutter, size)
+        least, size = min(least, _most(calls)), size // 2
+    _plan_arrivals(calls, flat, variables, limit)
+    return calls
+
+
+def _most(calls: Sequence[_Call]) -> int:
+    return max(call.total for call in calls)
+
+
+def _results_nbytes(calls: Sequence[_Call], flat: Flattened, variables: _Variables) -> int:
+    """Bytes of what the function computes, or returns of the model."""
+    placed_at = {v: s for call in calls for v, s in zip(call.stretch.outputs, call.program.shardings, strict=True)}
+    computed = sum(_shard_nbytes(each.aval, placed_at[each]) for each in flat.values if each in placed_at)
+    return computed + sum(variables.nbytes(each) for each in flat.values if each.part is not None)
+
+
+def _calls(flat: Flattened, variables: _Variables, cutter: Cutter, size: int | None) -> list[_Call]:
+    """The calls for stretches with variables of a size, or for whole layers."""
+    found = stretches(cutter, size)
+    last = {value: number for number, stretch in enumerate(found) for value in (*stretch.inputs, *stretch.outputs)}
+    last |= dict.fromkeys(flat.values, len(found))
+    alive: dict[Value, Sharding] = {}  # inputs and constants to the end, values until their last use
+    own: Programs[Program] = Programs(len(found))
+    calls: list[_Call] = []
+    for number, stretch in enumerate(found):
+        for value in stretch.inputs:
+            if value.part is None and value not in alive:
+                value.data = _given(value, variables.default)
+                alive[value] = value.data.sharding
+        alive = {value: alive[value] for value in alive if value.step is None or last[value] >= number}
+        live = sum(_shard_nbytes(value.aval, sharding) for value, sharding in alive.items())
+        inputs = [variables.sharding(value.source) if value.part else alive[value] for value in stretch.inputs]
+        key, compiled = program(stretch, inputs, variables.default, own)
+        made = dict(zip(stretch.outputs, compiled.shardings, strict=True))
+        alive |= made
+        needed = [value for value in stretch.inputs if value.part is not None]
+        if number == len(found) - 1:
+            needed = list(dict.fromkeys([*needed, *(value for value in flat.values if value.part is not None)]))
+        busy = compiled.temp_nbytes + sum(_shard_nbytes(value.aval, sharding) for value, sharding in made.items())
+        busy = max([busy, *(variables.temp_nbytes(value.source.path) for value in needed)])
+        calls.append(_Call(stretch, key, compiled, needed, sum(map(variables.nbytes, needed)), live, busy))
+    return calls
+
+
+def _given(value: Value, default: Sharding) -> jax.Array:
+    """An input or constant on the devices of the model."""
+    data = value.data
+    if not isinstance(data, jax.Array):
+        return placed(np.asarray(data, value.aval.dtype), default)
+    if data.committed and data.sharding.device_set != default.device_set:
+        raise LazyModelError(
+            f"run: an input or captured array ({value.aval}) is on other devices than the model. Put it on the "
+            "model's, with jax.device_put, or pass a NumPy array"
+        )
+    return data if data.sharding.device_set == default.device_set else placed(data, default)
+
+
+def _plan_arrivals(calls: Sequence[_Call], flat: Flattened, variables: _Variables, limit: int | None) -> None:
+    """Decides which variables are kept from one use to the next, which are fetched again, and when the next arrive."""
+    uses: dict[Value, list[int]] = {}
+    ends: dict[Value, int] = {}
+    for number, call in enumerate(calls):
+        for value in call.needed:
+            uses.setdefault(value, []).append(number)
+        ends.update((value, number) for value in (*call.stretch.inputs, *call.stretch.outputs) if value.part is None)
+    most = _most(calls) if limit is None else limit
+    gaps = [(first, then, value) for value, at in uses.items() for first, then in itertools.pairwise(at)]
+    for first, then, value in sorted(gaps, key=lambda gap: (gap[1] - gap[0]) * variables.nbytes(gap[2])):
+        between, nbytes = calls[first + 1 : then], variables.nbytes(value)
+        if all(call.total + nbytes <= most for call in between):
+            for call in between:
+                call.kept += nbytes
+        else:
+            calls[first].drop.append(value)
+            calls[then].fetch.append(value)
+    for value, at in uses.items():
+        calls[at[0]].fetch.append(value)
+        ends[value] = at[-1]
+    for value in ends.keys() - {*flat.values}:
+        calls[ends[value]].drop.append(value)
+    for call, later in itertools.pairwise(calls):
+        arriving = sum(variables.nbytes(value) for value in later.fetch if variables.is_read(value))
+        fits = limit is None or call.total + arriving <= limit
+        call.ahead, later.turn = arriving * fits, call.turn + (1 if fits else 2)
+
+
+def _run(
+    calls: Sequence[_Call],
+    flat: Flattened,
+    variables: _Variables,
+    budget: int,
+    bar: Progress,
+    stage: CollectiveScope,
+) -> list[Any]:
+    """Runs everything; returns the results of the function."""
+    items = [variables.item(value, call.turn) for call in calls for value in call.fetch if variables.is_read(value)]
+    values: dict[Value, Any] = {}
+    here, spent = all(map(on_host, variables.default.device_set)), _TRIM
+    with contextlib.closing(stream(items, max_host_memory=budget, in_order=True)) as arriving:
+        for call in calls:
+            stage.check()
+            for value in call.fetch:
+                if variables.is_read(value):
+                    values[value] = as_keys(next(arriving)[1], value.aval.dtype)
+                else:
+                    values[value] = variables.make(value.source.path)
+                bar.advance(variables.nbytes(value), value.source.path)
+            inputs = (values[each] if each.data is None else each.data for each in call.stretch.inputs)
+            outputs = call.program.run(*map(as_operand, inputs), *call.stretch.scalars)
+            values.update(zip(call.stretch.outputs, outputs, strict=True))
+            for value in call.drop:
+                values.pop(value, None)
+            jax.block_until_ready(outputs)
+            del outputs
+            spent += call.busy
+            if here and spent >= _TRIM:
+                trim_heap()
+                spent = 0
+    if any(step.eqn.effects for step in flat.steps):
+        jax.effects_barrier()
+    return [_result(each, values) for each in flat.results]
+
+
+def _result(result: Any, values: Mapping[Value, Any]) -> Any:
+    if not isinstance(result, Value):
+        return jax.numpy.asarray(result.val, result.aval.dtype)
+    if result.data is None:
+        return values[result]
+    return result.data if isinstance(result.data, jax.Array) else jax.numpy.asarray(result.data)
+
+
+def _report(calls: Sequence[_Call], flat: Flattened, variables: _Variables, **measured: Any) -> RunReport:
+    by_key: dict[Any, list[_Call]] = {}
+    for call in calls:
+        by_key.setdefault(call.key, []).append(call)
+    rows = [
+        ProgramRow(
+            calls=len(same),
+            equations=len(same[0].stretch.steps),
+            variables_nbytes=max(call.taken for call in same),
+            live_nbytes=max(call.live + call.kept for call in same),
+            temporary_nbytes=max(call.busy for call in same),
+            peak_nbytes=max(call.total + call.ahead for call in same),
+        )
+        for same in by_key.values()
+    ]
+    fetched = [value for call in calls for value in call.fetch]
+    nbytes = sum(map(variables.nbytes, fetched))
+    made = sum(variables.nbytes(value) for value in fetched if value.source.path in variables.initialized)
+    whole: dict[str, set[Value]] = {}
+    for step in (step for call in calls for step in call.stretch.steps):
+        name = step.eqn.primitive.name
+        if name == "dynamic_slice" and step.root is not None:
+            reason = "of stacks whose layers cannot be read or initialized one by one, or are on different devices"
+            whole.setdefault(reason, set()).add(step.root)
+        elif name in _WHOLE and (roots := variables_of(step)):
+            whole.setdefault(f"taken by `{name}`, which runs as one", set()).update(roots)
+    model = variables.model
+    return RunReport(
+        name=model.name,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+        rows=tuple(rows),
+        variables=len({value.source.path for value in fetched}),
+        model_nbytes=sum(
+            _shard_nbytes(model[path], sharding)
+            for path, sharding in variables.shardings.items()
+            if path not in variables.on_host
+        ),
+        loaded_nbytes=nbytes - made,
+        made_nbytes=made,
+        again_nbytes=nbytes - sum(map(variables.nbytes, {*fetched})),
+        results_nbytes=_results_nbytes(calls, flat, variables),
+        whole=tuple(
+            WholeRow(reason, tuple(sorted({value.source.path for value in each})), sum(map(variables.nbytes, each)))
+            for reason, each in whole.items()
+        ),
+        **measured,
+    )
