@@ -64,6 +64,7 @@ from lazymodel.research import (
     grow,
     initializers,
     mup,
+    signals,
     statistics,
 )
 
@@ -113,6 +114,7 @@ __all__ = [
     "role",
     "save",
     "save_step",
+    "signals",
     "smallest_topology",
     "statistics",
     "topology",

@@ -53,6 +53,7 @@ def test_every_example_is_tested() -> None:
         "mup.py",
         "multi_process.py",
         "quickstart.py",
+        "signals.py",
         "train_sharded.py",
     }
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == tested
@@ -125,6 +126,19 @@ def test_init_study_of_what_is_never_there(monkeypatch: pytest.MonkeyPatch, caps
     same, scaled, zero = (tuple(map(float, pair)) for pair in norms)
     assert 1 < same[1] < 2 and scaled[1] == pytest.approx(same[1] / 24**0.5, rel=0.1) and zero == (0, 0)
     assert "layers/{0..23}/down" in printed
+
+
+def test_signals(tmp_path: Path) -> None:
+    pytest.importorskip("keras_hub")
+    printed = run("signals.py", str(tmp_path / "figure.png"), "--layers", "4", "--tokens", "8")
+    streams = [[float(each) for each in re.findall(r"block \d: (\S+)", line)] for line in printed.splitlines()]
+    streams = [numbers for numbers in streams if numbers]
+    assert len(streams) == 4 * 3, "four schemes: the stream, its gradient, the weights'"
+    keras, gpt2, small, zero = streams[::3]
+    assert keras[0] < keras[-1] and gpt2[0] < gpt2[-1] and small[0] < small[-1], "each block adds to the stream"
+    assert len(set(zero)) == 1, "blocks that end in zeros add nothing"
+    assert min(streams[11]) > 10 * max(streams[2]), "the norm after zeros has a large derivative"
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_train_sharded() -> None:

@@ -29,13 +29,13 @@ NAMES = {
         Host LazyModelError LazyModelWarning LazyTensor LoadReport MemoryPlan Mup Progress ReshardReport RunReport
         ShardingError TraceError TrainingState WeightMap WhatIf arithmetic_mesh auto build_abstract compare_plans
         coordinate_check device_memory diff grow initializers map_checkpoint mup open_checkpoint path_key research
-        reshard restore role save save_step smallest_topology statistics topology training_state
+        reshard restore role save save_step signals smallest_topology statistics topology training_state
     """,
     "lazymodel.checkpoints": """
         Checkpoint SafetensorsFile open_checkpoint
     """,
     "lazymodel.research": """
-        CoordinateCheck Mup coordinate_check diff grow initializers mup statistics
+        CoordinateCheck Mup coordinate_check diff grow initializers mup signals statistics
     """,
     "lazymodel_flax": """
         adapter tunix

@@ -260,11 +260,7 @@ class Flattened:
     def _layers(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any] | None:
         """The results of a scan over parts of variables, or over the results of such a scan; None for another one."""
         body, length = eqn.params["jaxpr"], int(eqn.params["length"])
-        jaxpr = opened(body)[0]
-        # What is scanned over has one more dimension than in the body. JAX' versions count in other parameters.
-        scanned = [len(a.aval.shape) > len(b.aval.shape) for a, b in zip(eqn.invars, jaxpr.invars, strict=True)]
-        stacked = [len(a.aval.shape) > len(b.aval.shape) for a, b in zip(eqn.outvars, jaxpr.outvars, strict=True)]
-        first, carried = len(scanned) - sum(scanned), len(stacked) - sum(stacked)
+        first, carried = scanned_from(eqn)
         over = operands[first:]
         in_pieces = any(isinstance(each, Value) and each.pieces for each in over)
         nbytes = sum(nbytes_of(each.aval) for each in over if _is_of_variable(each))
@@ -303,6 +299,15 @@ def _is_of_variable(value: Any) -> bool:
     return isinstance(value, Value) and (
         value.part is not None or (value.step is not None and value.step.root is not None)
     )
+
+
+def scanned_from(eqn: Any) -> tuple[int, int]:
+    """The number of the first operand that a scan goes over, and how many before it are carried."""
+    # What is scanned over has one more dimension than in the body. JAX' versions count in other parameters.
+    jaxpr = opened(eqn.params["jaxpr"])[0]
+    scanned = [len(a.aval.shape) > len(b.aval.shape) for a, b in zip(eqn.invars, jaxpr.invars, strict=True)]
+    stacked = [len(a.aval.shape) > len(b.aval.shape) for a, b in zip(eqn.outvars, jaxpr.outvars, strict=True)]
+    return len(scanned) - sum(scanned), len(stacked) - sum(stacked)
 
 
 def _is_placed(eqn: Any) -> bool:

@@ -14,7 +14,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -102,6 +102,28 @@ def run(
         >>> y.shape
         (8, 64)
     """
+    return run_rewritten(
+        model, function, inputs, None, checkpoint, max_device_memory, max_host_memory, progress, report
+    )
+
+
+# Takes the traced function, the path of each input that is a variable, and its inputs; returns another function of the
+# same inputs, traced, and what makes the result of its flat results.
+Rewrite: TypeAlias = "Callable[[Any, Sequence[str | None], Sequence[Any]], tuple[Any, Callable[[Sequence[Any]], Any]]]"
+
+
+def run_rewritten(
+    model: ModelSpec,
+    function: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    rewrite: Rewrite | None,
+    checkpoint: Any,
+    max_device_memory: int | str | None,
+    max_host_memory: int | str | None,
+    progress: ProgressTo,
+    report: ReportTo,
+) -> Any:
+    """As `run`, of the function that `rewrite` makes of the traced one."""
     start, limit = time.perf_counter(), None
     if max_device_memory is not None:
         limit = parse_bytes(max_device_memory, name="max_device_memory", at_least=1)
@@ -117,7 +139,7 @@ def run(
         publish_fingerprint(stage, choice)
         variables = _Variables(model, choice)
         name = getattr(function, "__name__", type(function).__name__)
-        unflatten, flat = _traced(model, function, inputs, variables, name)
+        unflatten, flat = _traced(model, function, inputs, variables, name, rewrite)
         calls = _fitting(flat, variables, name, limit)
     planned, before = time.perf_counter(), BYTES_READ.count
     with agreement(assigned, done="run") as stage:
@@ -217,7 +239,12 @@ def _shard_nbytes(aval: Any, sharding: Sharding) -> int:
 
 
 def _traced(
-    model: ModelSpec, function: Callable[..., Any], inputs: tuple[Any, ...], variables: _Variables, name: str
+    model: ModelSpec,
+    function: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    variables: _Variables,
+    name: str,
+    rewrite: Rewrite | None,
 ) -> tuple[Callable[[Sequence[Any]], Any], Flattened]:
     """A function from flat results to what the user's function returns, and the steps to these."""
     built = model.framework.traceable()
@@ -232,18 +259,21 @@ def _traced(
     }
     with watched(function, inputs, {}):
         found, closed, given = trace(of_arrays, (structs | variables.on_host, inputs), {}, None, name)
-    paths = iter(sorted(structs.keys() - variables.on_host.keys()))  # in the order in which JAX flattens a dict
-    pairs = zip(closed.in_avals, given, strict=True)
+    left = iter(sorted(structs.keys() - variables.on_host.keys()))  # in the order in which JAX flattens a dict
+    paths = [next(left) if isinstance(leaf, jax.ShapeDtypeStruct) else None for leaf in given]
     values = [
-        Value(aval, part=Part(next(paths))) if isinstance(leaf, jax.ShapeDtypeStruct) else Value(aval, data=leaf)
-        for aval, leaf in pairs
+        Value(aval, data=leaf) if path is None else Value(aval, part=Part(path))
+        for aval, path, leaf in zip(closed.in_avals, paths, given, strict=True)
     ]
 
     def unflatten(results: Sequence[Any]) -> Any:
         arrays = iter(results)
         return found.unflatten({p: next(arrays) if array is None else array for p, array in found.arrays.items()})
 
-    return unflatten, Flattened(closed, values, variables.is_sliceable, model.nbytes // _LAYERS)
+    restore: Callable[[Sequence[Any]], Any] = unflatten
+    if rewrite is not None:
+        closed, restore = rewrite(closed, paths, given)
+    return restore, Flattened(closed, values, variables.is_sliceable, model.nbytes // _LAYERS)
 
 
 @dataclasses.dataclass

@@ -7,6 +7,7 @@ from lazymodel.research import grow, initializers
 from lazymodel.research._coordinate_check import CoordinateCheck, coordinate_check
 from lazymodel.research._diff import diff
 from lazymodel.research._mup import Mup, mup
+from lazymodel.research._signals import signals
 from lazymodel.research._statistics import statistics
 
-__all__ = ["CoordinateCheck", "Mup", "coordinate_check", "diff", "grow", "initializers", "mup", "statistics"]
+__all__ = ["CoordinateCheck", "Mup", "coordinate_check", "diff", "grow", "initializers", "mup", "signals", "statistics"]

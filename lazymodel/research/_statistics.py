@@ -99,14 +99,7 @@ class Statistics(Tabled, dict[str, VariableStatistics]):
         """
         if measure not in _MEASURES:
             raise LazyModelError(f"a statistic is one of {', '.join(_MEASURES)}; got {measure!r}")
-        lines: dict[str, dict[int, float]] = {}
-        for path, row in self.items():
-            value = getattr(row, measure)
-            found = _LAYER.search(path)
-            if found is not None and value is not None:
-                name = f"{path[: found.start(1)]}{{layer}}{path[found.end(1) :]}"
-                lines.setdefault(name, {})[int(found[1])] = value
-        return {name: dict(sorted(line.items())) for name, line in lines.items() if len(line) > 1}
+        return values_over_depth({path: getattr(row, measure) for path, row in self.items()})
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
         """Draws standard deviation and spectral norm over depth, a line for each kind of variable; needs matplotlib.
@@ -121,25 +114,7 @@ class Statistics(Tabled, dict[str, VariableStatistics]):
             LazyModelError: No path has a layer's number in it, or matplotlib is not installed.
         """
         panels = {"standard deviation": self.over_depth("std"), "spectral norm": self.over_depth("spectral_norm")}
-        if not any(panels.values()):
-            raise LazyModelError("there is nothing to draw over depth: no path occurs with two layers' numbers")
-        figure = empty_figure((11, 4))
-        names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
-        for axes, (title, lines) in zip(figure.subplots(1, 2), panels.items(), strict=True):
-            for name, line in lines.items():
-                # A leading underscore would hide a name from the legend.
-                axes.plot(list(line), list(line.values()), ".-", color=f"C{names.index(name)}", label=f" {name}")
-            axes.set_title(title)
-            axes.set_xlabel("layer")
-            values = [value for line in lines.values() for value in line.values()]
-            if min(values, default=0) > 0 and max(values) > _LOG_RATIO * min(values):
-                axes.set_yscale("log")
-            else:
-                axes.set_ylim(bottom=0)
-            axes.locator_params(axis="x", integer=True)
-        handles = dict(zip(*figure.axes[0].get_legend_handles_labels()[::-1], strict=True))
-        figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize="small")
-        return finished_figure(figure, "", path)
+        return drawn_over_depth(panels, path)
 
     def table(self) -> Table:
         """A row for variables that differ only in numbers of their paths."""
@@ -147,14 +122,49 @@ class Statistics(Tabled, dict[str, VariableStatistics]):
             (row.path, *(getattr(row, measure) for measure in _MEASURES), f"{row.dtype}{list(row.shape)}")
             for row in self.values()
         ]
-        measures = (Column.number(name, _range) for name in ("mean", "std", "min", "max", "spectral"))
+        measures = (Column.number(name, range_text) for name in ("mean", "std", "min", "max", "spectral"))
         columns = (Column.names("variable"), *measures, Column("shape"))
         spoiled = [row for row in self.values() if row.nonfinite][:_LISTED]
         lines = [f"not finite: {plural(row.nonfinite, 'element')} of {row.path}" for row in spoiled]
         return Table(f"statistics of {plural(len(self), 'variable')}", columns, cells, lines)
 
 
-def _range(values: Sequence[float | None]) -> str:
+def values_over_depth(values: Mapping[str, Any]) -> dict[str, dict[int, Any]]:
+    """Folded path → layer → value, for paths that occur in two layers or more."""
+    lines: dict[str, dict[int, Any]] = {}
+    for path, value in values.items():
+        found = _LAYER.search(path)
+        if found is not None and value is not None:
+            name = f"{path[: found.start(1)]}{{layer}}{path[found.end(1) :]}"
+            lines.setdefault(name, {})[int(found[1])] = value
+    return {name: dict(sorted(line.items())) for name, line in lines.items() if len(line) > 1}
+
+
+def drawn_over_depth(panels: Mapping[str, Mapping[str, Mapping[int, Any]]], path: str | os.PathLike[str] | None) -> Any:
+    """A figure of title → folded path → layer → value or values, whose medians are drawn."""
+    if not any(panels.values()):
+        raise LazyModelError("there is nothing to draw over depth: no path occurs with two layers' numbers")
+    figure = empty_figure((5.5 * len(panels), 4))
+    names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
+    for axes, (title, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        for name, line in lines.items():
+            # A leading underscore would hide a name from the legend.
+            medians = [float(np.median(value)) for value in line.values()]
+            axes.plot(list(line), medians, ".-", color=f"C{names.index(name)}", label=f" {name}")
+        axes.set_title(title)
+        axes.set_xlabel("layer")
+        values = [float(np.median(value)) for line in lines.values() for value in line.values()]
+        if min(values, default=0) > 0 and max(values) > _LOG_RATIO * min(values):
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(bottom=0)
+        axes.locator_params(axis="x", integer=True)
+    handles = dict(zip(*figure.axes[0].get_legend_handles_labels()[::-1], strict=True))
+    figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize="small")
+    return finished_figure(figure, "", path)
+
+
+def range_text(values: Sequence[float | None]) -> str:
     """The values of a group: one, or the smallest and the largest."""
     known = sorted(value for value in values if value is not None)
     if not known:
