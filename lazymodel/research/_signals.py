@@ -145,12 +145,13 @@ class Signals(Report):
         """A row for layers that differ only in numbers of their names."""
         labels = ("activation", "gradient", "weight gradient")
         rows = [
-            (name, label, *(getattr(each, measure) for measure in _MEASURES), f"{each.dtype}{list(each.shape)}")
+            (name, label, each.rms, each.min, each.max, each.zeros, each.mean, f"{each.dtype}{list(each.shape)}")
             for kind, label in zip(_KINDS, labels, strict=True)
             for name, each in getattr(self, kind).items()
         ]
-        measures = (Column.number(measure, _range) for measure in _MEASURES)
-        columns = (Column.names("layer"), Column("signal"), *measures, Column("shape"))
+        measures = (Column.number(measure, _range) for measure in ("rms", "min", "max", "zeros"))
+        more = map(Column.in_pages, ("mean", "shape"))
+        columns = (Column.names("layer"), Column("signal"), *measures, *more)
         count = len(self.activations)
         return Table(f"signals of {self.name}: {plural(count, 'layer')}", columns, rows, [])
 

@@ -208,6 +208,14 @@ def reports(mesh: Mesh, folder: Path) -> dict[type, Any]:
     sharded.materialize(lm.open_checkpoint(folder / "model.safetensors"), report=loads.append)
     reshards: list[Any] = []
     lm.reshard(model, NamedSharding(mesh, PartitionSpec()), report=reshards.append)
+
+    def forward(model: Any, x: jax.Array) -> jax.Array:
+        for layer in model["decoder_block"]:
+            x = x @ layer["feed_forward"]["up"] @ layer["feed_forward"]["up"].T
+        return jnp.mean(jnp.square(x))
+
+    runs: list[lm.RunReport] = []
+    signals = lm.signals(sharded, forward, jnp.ones((8, 64)), gradients=True, report=runs.append)
     plan = sharded.plan(what_if=lm.WhatIf(optimizer="adamw"), device_memory="16KiB")
     sizes = {f"decoder_block_{i}/attention/output": {w: (1.25e-05 * w, 0.0125) for w in (64, 1024)} for i in (0, 1)}
     found = [
@@ -222,6 +230,9 @@ def reports(mesh: Mesh, folder: Path) -> dict[type, Any]:
         loads[0].timeline,
         reshards[0],
         lm.statistics(model),
+        runs[0],
+        signals,
+        signals.compare(signals),
         lm.mup(abstract, lm.build_abstract(init, jax.random.key(0), 32)),
         lm.CoordinateCheck(sizes, sizes),
     ]
