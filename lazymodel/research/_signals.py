@@ -259,9 +259,14 @@ def _number(value: Any) -> Any:
 
 def _measured(value: jax.Array) -> jax.Array:
     """Mean square, mean, smallest and largest element, and the fraction of zeros."""
-    wide = jax.lax.stop_gradient(value).astype(np.float32)
-    numbers = (jnp.mean(jnp.square(wide)), jnp.mean(wide), jnp.min(wide), jnp.max(wide))
-    return jnp.stack([*numbers, jnp.mean((wide == 0).astype(np.float32))])
+    value = jax.lax.stop_gradient(value)
+
+    def wide() -> jax.Array:
+        # Cast for each statistic alone: `_run/stretches` does chains of operations early, each with one user.
+        return value.astype(np.float32)
+
+    numbers = (jnp.mean(jnp.square(wide())), jnp.mean(wide()), jnp.min(wide()), jnp.max(wide()))
+    return jnp.stack([*numbers, jnp.mean((value == 0).astype(np.float32))])
 
 
 @jax.custom_vjp

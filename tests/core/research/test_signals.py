@@ -150,6 +150,24 @@ def test_programs_and_memory_do_not_grow_with_depth() -> None:
     assert len(few_stacked.rows) == len(many_stacked.rows)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_do_not_accumulate(dtype: str) -> None:
+    def init(key: jax.Array) -> Any:
+        return [jax.random.normal(key, (128, 128), dtype) / 8 for key in jax.random.split(key, 24)]
+
+    def forward(model: Any, x: Any) -> jax.Array:
+        for kernel in model:
+            x = jnp.tanh(x @ kernel)
+        return jnp.mean(jnp.square(x.astype("float32")))
+
+    reports: list[lm.RunReport] = []
+    lm.signals(
+        lm.build_abstract(init, jax.random.key(0)), forward, jnp.ones((4, 128), dtype), gradients=True,
+        report=reports.append,
+    )  # fmt: skip
+    assert reports[0].peak_nbytes < 0.5 * reports[0].model_nbytes
+
+
 def test_what_cannot_be_measured_is_rejected() -> None:
     abstract = layers(2)
     with pytest.raises(lm.LazyModelError, match=r"scalar loss, found float32\[8,16\]"):
