@@ -259,7 +259,6 @@ def _number(value: Any) -> Any:
 
 def _measured(value: jax.Array) -> jax.Array:
     """Mean square, mean, smallest and largest element, and the fraction of zeros."""
-    value = jax.lax.stop_gradient(value)
 
     def wide() -> jax.Array:
         # Cast for each statistic alone: `_run/stretches` does chains of operations early, each with one user.
@@ -369,7 +368,7 @@ def _tapped(
             found.update(inner)
         for number, value in enumerate(results):
             if (place, number) in layers.taps:
-                found[place, number] = _measured(value)
+                found[place, number] = _measured(jax.lax.stop_gradient(value))
         return [tap(value, (place, number)) for number, value in enumerate(results)]
 
     if not outer:
