@@ -59,7 +59,7 @@ def ordered(flat: Flattened) -> list[Step]:
             dying += sum(nbytes_of(value.aval) for value in operands if left[value] == 1 and value.step not in taken)
             made = sum(nbytes_of(value.aval) for value in step.results)
             taken.append(step)
-            if made <= dying or made * _SMALL <= sum(nbytes_of(value.aval) for value in operands):
+            if made < dying or made * _SMALL <= sum(nbytes_of(value.aval) for value in operands):
                 return taken
             if len(step.results) != 1 or len(found := users[step.results[0]]) != 1 or left[step.results[0]] != 1:
                 break

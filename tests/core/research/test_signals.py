@@ -150,7 +150,6 @@ def test_programs_and_memory_do_not_grow_with_depth() -> None:
     assert len(few_stacked.rows) == len(many_stacked.rows)
 
 
-@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="later traces get kernels' gradients in another order")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gradients_do_not_accumulate(dtype: str) -> None:
     def init(key: jax.Array) -> Any:
