@@ -53,13 +53,16 @@ def ordered(flat: Flattened) -> list[Step]:
 
     def chain(step: Step) -> list[Step]:
         """The steps from this one on that together make memory free; empty if they do not."""
-        taken, dying = list[Step](), 0
+        taken, dying, stays = list[Step](), 0, False
         while len(taken) < _CHAIN and not step.eqn.effects and not variables_of(step) - seen:
             operands = {value for value in step.values if value.step is not None and not value.step.cheap}
             dying += sum(nbytes_of(value.aval) for value in operands if left[value] == 1 and value.step not in taken)
+            stays |= any(left[value] > 1 for value in operands if value.step not in taken)
             made = sum(nbytes_of(value.aval) for value in step.results)
             taken.append(step)
-            if made < dying or made * _SMALL <= sum(nbytes_of(value.aval) for value in operands):
+            # As many bytes as die are no gain if something else that is read must wait for a later step.
+            frees = made < dying or (made == dying and not stays)
+            if frees or made * _SMALL <= sum(nbytes_of(value.aval) for value in operands):
                 return taken
             if len(step.results) != 1 or len(found := users[step.results[0]]) != 1 or left[step.results[0]] != 1:
                 break
