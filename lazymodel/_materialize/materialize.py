@@ -374,10 +374,13 @@ def _each(
 
 def _as_weak(array: Any, variable: AbstractVariable) -> Any:
     """The array, weakly typed if its variable is, in the same buffers."""
-    if not variable.weak_type or isinstance(array, np.ndarray) or is_weak(jax.typeof(array)) or not array.size:
+    if not variable.weak_type or isinstance(array, np.ndarray) or is_weak(jax.typeof(array)):
         return array
     placed = array.sharding if variable.layout is None else array.format
     with jax.enable_x64(True) if is_narrowed(array.dtype) else contextlib.nullcontext():
+        if not array.size:  # shards of what a program returns would have the shape of the whole
+            weak = with_weak_type(jax.numpy.zeros(array.shape, array.dtype), True)
+            return jax.device_put(weak, placed) if array.is_fully_addressable else array
         return jax.jit(_weakened, donate_argnums=0, out_shardings=placed)(array)
 
 

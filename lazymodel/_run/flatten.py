@@ -2,7 +2,8 @@
 
 A step is one equation. Values that cost almost nothing to compute from one variable or from nothing (casts, transposes,
 masks) are `cheap`: every user computes them again, so none of them is kept. A slice along the first dimension of a
-variable is a variable of its own, so that only this part is read. The results of a scan over layers remain separate
+variable, and rows of it at indices that only depend on inputs, are variables of their own, so that only these parts are
+read. The results of a scan over layers remain separate
 arrays, one for each layer, as long as everything that uses them works on one layer at a time.
 
 `_run/stretches` divides the steps into programs.
@@ -26,6 +27,7 @@ from lazymodel._errors import LazyModelError
 from lazymodel._programs.jaxprs import CALLS, ELEMENTWISE, JIT, inner_jaxpr, is_cheap, is_weak, opened, stored_as, walk
 
 _MOST_CHEAP = 16  # steps that are repeated for a value: more cost more than they save
+_MOST_ROWS = 1 << 14  # rows of a table that are read one by one
 _MOST_LAYERS = 1024  # iterations of a scan that runs layer by layer: each is a program call
 # Reductions that can be done for each layer, and then for the results.
 _REDUCTIONS: Mapping[str, Any] = {
@@ -35,24 +37,34 @@ _REDUCTIONS: Mapping[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A variable, or its part at some indices of its first dimensions, of which the last may be a range."""
+    """A variable, or its part at some indices of its first dimensions, of which the last may be a range or several."""
 
     path: str
-    key: tuple[int | range, ...] = ()
+    key: tuple[int | range | tuple[int, ...], ...] = ()
 
-    def at(self, index: int | range) -> Part:
-        """The part at an index, or at a range of them, of its first dimension."""
-        done, rows = self.key, None
-        if done and isinstance(done[-1], range):
-            done, rows = done[:-1], done[-1]
-        if rows is not None:
-            index = rows[index.start : index.stop] if isinstance(index, range) else rows[index]
-        return Part(self.path, (*done, index))
+    def at(self, index: int | range | tuple[int, ...]) -> Part:
+        """The part at an index, at a range of them, or at several, of its first dimension."""
+        *done, rows = self.key or (None,)
+        if not isinstance(rows, range):
+            return Part(self.path, (*self.key, index))
+        if isinstance(index, range):
+            return Part(self.path, (*done, rows[index.start : index.stop]))
+        picked = rows[index] if isinstance(index, int) else tuple(rows[each] for each in index)
+        return Part(self.path, (*done, picked))
+
+    def of(self, tensor: Any) -> Any:
+        """The part of the variable's tensor."""
+        for index in self.key:
+            if isinstance(index, range):
+                tensor = tensor[index.start : index.stop]
+            else:
+                tensor = tensor[index] if isinstance(index, int) else np.stack([tensor[each] for each in index])
+        return tensor
 
     @property
-    def index(self) -> tuple[int | slice, ...]:
-        """The key as an index of NumPy."""
-        return tuple(slice(each.start, each.stop) if isinstance(each, range) else each for each in self.key)
+    def is_rows(self) -> bool:
+        """Returns True for several rows, wherever they are."""
+        return bool(self.key) and isinstance(self.key[-1], tuple)
 
     @property
     def depth(self) -> int:
@@ -86,6 +98,7 @@ class Step:
     results: tuple[Value, ...] = ()
     cheap: int = 0  # number of steps to compute it, if every user does so; 0 if it is computed once
     root: Value | None = None  # the variable that a cheap step depends on
+    known: bool = False  # True if it depends on nothing but inputs and constants
 
     @property
     def values(self) -> list[Value]:
@@ -122,6 +135,7 @@ class Flattened:
         self._parts = {value.part: value for value in inputs if value.part is not None}
         self._constants: dict[int, Value] = {}
         self._wholes: dict[Value, Value] = {}
+        self._known: dict[Value, Any] = {}
         self.results: list[Any] = [self._whole(result) for result in self._inlined(closed, inputs)]
         self.values = list(dict.fromkeys(each for each in self.results if isinstance(each, Value)))
         needed, kept = {*self.values}, list[Step]()
@@ -149,6 +163,8 @@ class Flattened:
         found = self._layers(eqn, operands) if name == "scan" else None
         if found is None and name in ("slice", "squeeze"):
             found = self._sliced(eqn, operands[0])
+        if found is None and name == "gather":
+            found = self._rows(eqn, *operands)
         if found is None and not eqn.effects:
             found = self._piecewise(eqn, operands)
         return self._step(eqn, [self._whole(each) for each in operands]) if found is None else found
@@ -161,6 +177,7 @@ class Flattened:
             )
         step = Step(eqn, tuple(operands))
         step.results = tuple(Value(var.aval, step) for var in eqn.outvars)
+        step.known = not eqn.effects and all(map(_is_known, step.values))
         if not eqn.effects and is_cheap(eqn):
             computed = {value.step for value in step.values if value.step is not None}
             roots = {value for value in step.values if value.part is not None}
@@ -188,13 +205,15 @@ class Flattened:
             self._wholes[value] = self._emit(lambda *pieces: jnp.stack(pieces), *value.pieces)
         return self._wholes[value]
 
-    def _part(self, value: Value, index: int | range, aval: Any) -> Value:
+    def _part(self, value: Value, index: int | range | tuple[int, ...], aval: Any) -> Value:
         assert value.part is not None
         part = value.part.at(index)
         return self._parts.setdefault(part, Value(aval, part=part))
 
     def _can_slice(self, value: Value) -> bool:
-        return value.part is not None and self._is_sliceable(value.part.path, value.part.depth)
+        if value.part is None or value.part.is_rows:
+            return False
+        return self._is_sliceable(value.part.path, value.part.depth)
 
     def _sliced(self, eqn: Any, value: Any) -> Sequence[Any] | None:
         """A slice of a variable, or of what exists in pieces, along the first dimension."""
@@ -213,6 +232,39 @@ class Flattened:
         if value.pieces:
             return [Value(out.aval, pieces=value.pieces[rows.start : rows.stop])]
         return [self._part(value, rows, out.aval)]
+
+    def _rows(self, eqn: Any, table: Any, where: Any) -> Sequence[Any] | None:
+        """Rows of a variable at indices that only depend on inputs, such as embeddings of tokens."""
+        (out,), numbers, batch = eqn.outvars, eqn.params["dimension_numbers"], len(where.aval.shape) - 1
+        if not isinstance(table, Value) or not table.aval.shape or not self._can_slice(table):
+            return None
+        count, (length, *rest) = math.prod(where.aval.shape), table.aval.shape
+        offsets = tuple(range(batch, batch + len(rest)))
+        of_rows = (numbers.collapsed_slice_dims, numbers.start_index_map, numbers.offset_dims) == ((0,), (0,), offsets)
+        of_rows &= tuple(eqn.params["slice_sizes"]) == (1, *rest) and 0 < count <= min(length // 2, _MOST_ROWS)
+        if not of_rows or (isinstance(where, Value) and not _is_known(where)):
+            return None
+        found = np.asarray(self._computed(where)).reshape(-1)
+        if eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP:
+            found = found.clip(0, length - 1)
+        if found.min() < 0 or found.max() >= length:
+            return None
+        first_rows = functools.partial(jax.lax.slice_in_dim, start_index=0, limit_index=count)
+        aval = jax.make_jaxpr(first_rows)(_struct(table.aval)).out_avals[0]
+        part = self._part(table, tuple(found.tolist()), aval)
+        return [self._emit(functools.partial(jnp.reshape, shape=out.aval.shape), part)]
+
+    def _computed(self, value: Any) -> Any:
+        """The numbers of a value that is known."""
+        if isinstance(value, jex.Literal):
+            return np.asarray(value.val, cast(Any, value).aval.dtype)
+        if (step := value.step) is None:
+            return value.data
+        if value not in self._known:
+            found = step.eqn.primitive.bind(*map(self._computed, step.operands), **step.eqn.params)
+            results = found if step.eqn.primitive.multiple_results else [found]
+            self._known.update(zip(step.results, results, strict=True))
+        return self._known[value]
 
     def _pieces(self, value: Any, length: int) -> Sequence[Any] | None:
         """A value's parts along its first dimension; None if they would be cut from the whole."""
@@ -299,6 +351,13 @@ def _is_of_variable(value: Any) -> bool:
     return isinstance(value, Value) and (
         value.part is not None or (value.step is not None and value.step.root is not None)
     )
+
+
+def _is_known(value: Value) -> bool:
+    """Returns True if a value is an input or constant that every process has, or depends on nothing else."""
+    if value.step is not None or value.part is not None or value.pieces is not None:
+        return value.step is not None and value.step.known
+    return not isinstance(value.data, jax.Array) or value.data.is_fully_replicated
 
 
 def scanned_from(eqn: Any) -> tuple[int, int]:

@@ -217,9 +217,7 @@ class _Variables:
         part = value.source
         tensor = lazy(self._sources[part.path], part.path)
         shape, dtype = stored_as(tuple(value.aval.shape), self.model[part.path].dtype)
-        return StreamItem(
-            part.path, tensor[part.index] if part.key else tensor, shape, dtype, self.sharding(part), turn
-        )
+        return StreamItem(part.path, part.of(tensor), shape, dtype, self.sharding(part), turn)
 
     def make(self, path: str) -> jax.Array:
         """A variable that an init program makes."""
@@ -482,7 +480,7 @@ def _report(calls: Sequence[_Call], flat: Flattened, variables: _Variables, **me
         if name == "dynamic_slice" and step.root is not None:
             reason = "of stacks whose layers cannot be read or initialized one by one, or are on different devices"
             whole.setdefault(reason, set()).add(step.root)
-        elif name in _WHOLE and (roots := variables_of(step)):
+        elif name in _WHOLE and (roots := {each for each in variables_of(step) if not each.source.is_rows}):
             whole.setdefault(f"taken by `{name}`, which runs as one", set()).update(roots)
     model = variables.model
     return RunReport(

@@ -189,8 +189,9 @@ class Cutter:
             limit: Bytes of variables that a stretch should not exceed; None is one stretch for each repetition.
         """
         places: list[tuple[int, int]] = []  # (step, number of the region it begins a repetition of)
+        one = max([1, *(self._sum(start, start + period) for start, _, period in self._regions)])
         for number, (start, stop, period) in enumerate(self._regions):
-            if not self._sum(start, stop):
+            if self._sum(start, stop) < one:  # all of it is less than one repetition of another region
                 continue
             middle = start + period * ((stop - start) // period // 2)
             phase = int(np.argmin(self._crossing[middle : middle + period]))

@@ -55,7 +55,7 @@ def test_backbone(function: Any) -> None:
 def test_programs_do_not_grow_with_depth() -> None:
     reports = [ran(lm.build_abstract(backbone, layers), forward, TOKENS)[1] for layers in (4, 8)]
     assert len(reports[0].rows) == len(reports[1].rows) <= 4
-    assert reports[1].rows[1].calls == 8
+    assert reports[1].rows[1].calls == 7
 
 
 def test_a_task_from_a_preset(tmp_path: Path) -> None:
@@ -64,8 +64,9 @@ def test_a_task_from_a_preset(tmp_path: Path) -> None:
     abstract = lk.abstract_from_preset(keras_hub.models.Llama3CausalLM, str(tmp_path / "preset"), preprocessor=None)
     found, report = ran(abstract, forward, TOKENS)
     assert_equal(found, model(TOKENS))
-    embedding = next(variable for path, variable in abstract.items() if "embedding" in path)
-    assert report.loaded_nbytes >= 0.99 * report.model_nbytes and report.again_nbytes <= 2 * embedding.nbytes
+    embedding = next(variable for path, variable in abstract.items() if "token_embedding/embeddings" in path)
+    used = report.model_nbytes - embedding.nbytes + 16 * embedding.nbytes // 50  # of 50 rows, those of 16 tokens
+    assert 0.99 * used < report.loaded_nbytes <= used and report.again_nbytes == 0
 
 
 def test_sharded(mesh8: Any) -> None:

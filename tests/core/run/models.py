@@ -91,6 +91,11 @@ def tokens(count: int = 12) -> jax.Array:
     return jax.random.randint(jax.random.key(9), (count,), 0, WORDS)
 
 
+def rows(abstract: Any) -> int:
+    """Bytes of the embeddings of `tokens()`."""
+    return len(tokens()) * WIDTH * abstract["embedding"].dtype.itemsize
+
+
 def assert_equal(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
     """Same structure, and values that differ by no more than a share of the largest one."""
     assert jax.tree.structure(found) == jax.tree.structure(expected)

@@ -214,7 +214,7 @@ def check(seed: int, mesh: Any) -> int:
     return len(expected)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [*range(8), 1269])
 def test_random_programs(seed: int, mesh8: Any) -> None:
     check(seed, mesh8)
 
