@@ -234,7 +234,8 @@ class DatasetTensor(TensorSource):
     ) -> None:
         """Fills `out` with a box, encoded chunks one after the other, each once it is known what it decodes to."""
         if (sizes := self._sizes) is None:
-            sizes = np.zeros(tuple(-(-extent // n) for extent, n in zip(self.shape, chunks, strict=True)), _SIZE)
+            # -1 for a chunk that was never written
+            sizes = np.full([-(-extent // n) for extent, n in zip(self.shape, chunks, strict=True)], -1, _SIZE)
 
             def note(info: Any) -> None:
                 place = tuple(start // n for start, n in zip(info.chunk_offset, chunks, strict=True))
@@ -247,11 +248,11 @@ class DatasetTensor(TensorSource):
         rows = tuple(slice(part.start // n, -(-part.stop // n)) for part, n in zip(box, chunks, strict=True))
         for place in itertools.product(*(range(part.start, part.stop) for part in rows)):
             chunk: Box = tuple(slice(k * n, (k + 1) * n) for k, n in zip(place, chunks, strict=True))
-            if sizes[place]:
+            if sizes[place] >= 0:
                 self._check_chunk(dataset, tuple(part.start for part in chunk), int(sizes[place]))
             piece = cast(Box, intersect(chunk, box))
             self._read(dataset, piece, out[(*shift(piece, box), ...)], steps, workspace)
-        self._h5.source.count(int(sizes[rows].sum()))
+        self._h5.source.count(int(sizes[rows].clip(0).sum()))
 
     def _check_chunk(self, dataset: Any, start: tuple[int, ...], size: int) -> None:
         """Raises CheckpointError if a chunk would decode to anything but its values: the library has no limit."""
@@ -362,6 +363,14 @@ def _checked(file: H5File, what: str, dataset: Any) -> tuple[np.dtype[Any], tupl
         raise mismatch(what, expected, f"{held} stored in a file of {file.size}", TRUNCATED)
     if chunks and (there := dataset.id.get_num_chunks()) < places and not _has_fill_value(dataset):
         raise mismatch(what, f"{places} chunks", f"{there} written, and no fill value")
+    if chunks and not _filters(dataset, what):
+        nbytes = math.prod(chunks) * width
+
+        def wrong(info: Any) -> int | None:
+            return None if info.size == nbytes else info.size
+
+        if (size := dataset.id.chunk_iter(wrong)) is not None:
+            raise mismatch(what, f"chunks of {nbytes} bytes", f"one of {size}")
     return dtype, shape
 
 

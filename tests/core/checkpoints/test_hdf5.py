@@ -1,6 +1,7 @@
 """HDF5 weights: read in place where possible, through h5py where not, and refused where they point elsewhere."""
 
 import json
+import struct
 import sys
 import tracemalloc
 import zipfile
@@ -144,6 +145,19 @@ def test_chunks_go_to_devices_within_the_ceiling_of_host_memory(path, mesh8):
     np.testing.assert_array_equal(load("whole", 64 << 20), array)
     with pytest.raises(lm.CheckpointError, match=r"'whole' from tensor .* takes 4\.00 MiB"):
         load("whole", 3 << 20)
+
+
+@pytest.mark.parametrize("options", [{}, {"fletcher32": True}])
+def test_a_chunk_of_another_size_is_refused(path, options):
+    with h5py.File(path, "w") as file:
+        file.create_dataset("w", data=np.ones(4, np.float32), chunks=(2,), **options)
+    size = 12 if options else 8
+    entry = struct.pack("<IIQQ", size, 0, 0, 0)  # of the first chunk, in the index
+    content = path.read_bytes()
+    place = content.index(entry, content.index(b"TREE\x01"))
+    path.write_bytes(content[:place] + bytes(4) + content[place + 4 :])
+    with pytest.raises(lm.CheckpointError, match="chunk"):
+        lm.open_checkpoint(path)["w"].read()
 
 
 def test_what_was_never_written_is_the_fill_value_or_refused(path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -170,9 +172,19 @@ def test_a_file_that_cannot_be_read(abstract: Any, path: Path, tmp_path: Path) -
         abstract.run(forward, tokens(), checkpoint=str(path))
 
 
-@pytest.mark.parametrize("raised", [ValueError, KeyboardInterrupt])
+def _no_paper() -> None:
+    raise ValueError("no paper")
+
+
+@pytest.mark.parametrize(
+    ("fails", "raised"),
+    [(_no_paper, ValueError), (lambda: signal.raise_signal(signal.SIGINT), KeyboardInterrupt)],
+    ids=["error", "Ctrl-C"],
+)
 @pytest.mark.parametrize("when", [1, 5])
-def test_progress_that_fails(abstract: Any, path: Path, raised: type[BaseException], when: int) -> None:
+def test_progress_that_fails(
+    abstract: Any, path: Path, fails: Callable[[], None], raised: type[BaseException], when: int
+) -> None:
     calls: list[str] = []
 
     class Failing:
@@ -182,12 +194,12 @@ def test_progress_that_fails(abstract: Any, path: Path, raised: type[BaseExcepti
         def advance(self, nbytes: int, description: str | None = None) -> None:
             calls.append("advance")
             if calls.count("advance") == when:
-                raise raised("stop")
+                fails()
 
         def finish(self) -> None:
             calls.append("finish")
 
-    with pytest.raises(raised, match="stop"):
+    with pytest.raises(raised):
         abstract.run(forward, tokens(), checkpoint=lm.open_checkpoint(path), progress=Failing())
     assert calls == ["start", *["advance"] * when, "finish"]
     found, _ = ran(abstract, forward, tokens())
@@ -195,11 +207,8 @@ def test_progress_that_fails(abstract: Any, path: Path, raised: type[BaseExcepti
 
 
 def test_a_report_that_fails(abstract: Any) -> None:
-    def fail(report: Any) -> None:
-        raise ValueError("no paper")
-
     with pytest.raises(ValueError, match="no paper"):
-        abstract.run(forward, tokens(), report=fail)
+        abstract.run(forward, tokens(), report=lambda _: _no_paper())
 
 
 # Sources

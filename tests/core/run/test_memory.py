@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -275,8 +276,9 @@ def test_the_report(listed: Any, capsys: pytest.CaptureFixture[str]) -> None:
 RULES = {"embedding": P("model"), ".*(qkv|up)": P(None, "model"), ".*(out|down)": P("model"), ".*": P()}
 
 
-def test_sharded(mesh8: Any, saved: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    abstract = lm.build_abstract(decoder(LAYERS), jax.random.key(0)).shard(mesh8, RULES)
+@pytest.mark.parametrize("function", [forward, norms_of(forward)], ids=["forward", "norms"])
+def test_sharded(mesh42: Any, saved: tuple[Path, Path], function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    abstract = lm.build_abstract(decoder(LAYERS), jax.random.key(0)).shard(mesh42, RULES)
     checkpoint, texts = lm.open_checkpoint(saved[0]), list[str]()
     compile_it = jax.stages.Lowered.compile
 
@@ -286,21 +288,24 @@ def test_sharded(mesh8: Any, saved: tuple[Path, Path], monkeypatch: pytest.Monke
         return compiled
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", noted)
-    found, report = ran(abstract, forward, tokens(), checkpoint=checkpoint)
+    found, report = ran(abstract, function, tokens(), checkpoint=checkpoint)
     monkeypatch.undo()
     model = abstract.materialize(checkpoint)
-    whole = jax.jit(forward).lower(model, tokens()).compile()
-    assert_equal(jax.device_get(found), jax.device_get(jax.jit(forward)(model, tokens())))
-    # The embedding is sharded by rows, so it is read whole, twice.
-    assert report.loaded_nbytes == sum(v.shard_nbytes for v in abstract.values()) + abstract["embedding"].shard_nbytes
+    whole = jax.jit(function).lower(model, tokens()).compile()
+    assert_equal(jax.device_get(found), jax.device_get(jax.jit(function)(model, tokens())))
+    if function is forward:  # the embedding is sharded by rows, so it is read whole, twice
+        once = sum(variable.shard_nbytes for variable in abstract.values())
+        assert report.loaded_nbytes == once + abstract["embedding"].shard_nbytes
     assert len(texts) == len(report.rows)
     calls = sum(row.calls * _collectives(text) for row, text in zip(report.rows, texts, strict=True))
     assert 0 < calls <= _collectives(whole.as_text())
 
 
 def _collectives(text: str) -> int:
-    kinds = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-    return sum(text.count(f" {kind}(") + text.count(f" {kind}-start(") for kind in kinds)
+    """Collectives of arrays. Those of scalars alone, such as norms, are combined as far as they are in one program."""
+    kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+    found = re.findall(rf" = (.+?) (?:{kinds})(?:-start)?\(", text)
+    return sum(bool(re.search(r"\[\d", shapes)) for shapes in found)
 
 
 def test_sharded_scans_and_gradients(mesh42: Any, saved: tuple[Path, Path]) -> None:
