@@ -6,7 +6,6 @@ Products are computed in blocks that always begin at the same places, so that a 
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from collections.abc import Generator, Iterator, Sequence
 
@@ -18,7 +17,11 @@ from lazymodel._tensors.decoded import SMALLEST, TILE, DecodedTensor, Stored, cu
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.tensor_source import Targets, View, fill
 
-_BLOCK = (128, 512)  # rows and columns of a product: several times an adapter's rank, and 256 KiB of float32
+_ROWS = 32  # of a block
+# Multiplications of a block: so few that OpenBLAS uses one thread. Its own threads wait for each other, which takes
+# several times as long on busy cores, as those of a load are.
+_MULTIPLICATIONS = 1 << 18
+_GROUP = 256 << 10  # numbers of blocks that are computed in one call
 
 
 class LowRankSum(DecodedTensor):
@@ -40,8 +43,10 @@ class LowRankSum(DecodedTensor):
         self._magnitude = magnitude
         self.pieces += (*self._factors, *(() if magnitude is None else (magnitude,)))
         self.min_scratch_nbytes += sum(factor.nbytes for factor in self._factors)
-        self.min_scratch_nbytes += math.prod(_BLOCK) * dtype.itemsize
-        self.cuts = tuple(min(pair) for pair in zip(_BLOCK, (extent or 1 for extent in base.shape), strict=True))
+        self.min_scratch_nbytes += _GROUP * dtype.itemsize
+        width = max(_MULTIPLICATIONS // (_ROWS * max(left.shape[1], 1)), 1)
+        self._block = _ROWS, min(max(1 << width.bit_length() - 1, 16), 512)
+        self.cuts = tuple(min(pair) for pair in zip(self._block, (extent or 1 for extent in base.shape), strict=True))
         self._kept: tuple[np.ndarray, np.ndarray] | None = None
         self._norms: np.ndarray | None = None  # what each row or column is multiplied with
         self._guard = threading.Lock()
@@ -84,19 +89,27 @@ class LowRankSum(DecodedTensor):
         left, right = self._kept
         with np.errstate(all="ignore"), workspace.array(box_shape(tile), self.dtype) as values:  # as the file's values
             np.copyto(values, stored, casting="unsafe")
-            for block in cut(fine(coarse(tile, _BLOCK), _BLOCK), math.prod(_BLOCK), _BLOCK, (0, 1)):
-                rows, columns = (
-                    slice(part.start, min(part.stop, n)) for part, n in zip(block, self.shape, strict=True)
-                )
-                common = intersect(tile, (rows, columns))
-                if common is None:
+            for block in cut(fine(coarse(tile, self._block), self._block), _GROUP, self._block, (0, 1)):
+                group = intersect(block, whole_box(self.shape))
+                if group is None or (common := intersect(tile, group)) is None:
                     continue
-                with workspace.array((rows.stop - rows.start, columns.stop - columns.start), self.dtype) as product:
-                    np.matmul(left[rows], right[:, columns], out=product)
+                with workspace.array(box_shape(group), self.dtype) as product:
+                    self._multiply(left[group[0]], right[:, group[1]], product)
                     np.multiply(product, self._scale, out=product)
                     own = values[shift(common, tile)]
-                    np.add(own, product[shift(common, (rows, columns))], out=own)
+                    np.add(own, product[shift(common, group)], out=own)
             yield values
+
+    def _multiply(self, left: np.ndarray, right: np.ndarray, out: np.ndarray) -> None:
+        """Computes a product block by block; blocks at the end may be smaller."""
+        (rows, columns), rank = self._block, left.shape[1]
+        for down in _whole_and_rest(len(left), rows):
+            for along in _whole_and_rest(right.shape[1], columns):
+                one = left[down].reshape(-1, 1, min(rows, down.stop - down.start), rank)
+                width = min(columns, along.stop - along.start)
+                other = np.reshape(right[:, along], (rank, -1, width), copy=False).transpose(1, 0, 2)
+                found = np.reshape(out[down, along], (*one.shape[::2], -1, width), copy=False).transpose(0, 2, 1, 3)
+                np.matmul(one, other, out=found)
 
     @contextlib.contextmanager
     def decoded(
@@ -113,3 +126,11 @@ def _whole(view: View, workspace: Workspace) -> np.ndarray:
     values = np.empty(view.shape, view.dtype)
     fill(view, [whole_box(view.shape)], [values], workspace)
     return values
+
+
+def _whole_and_rest(count: int, size: int) -> Iterator[slice]:
+    """The part of a range that is whole blocks, and the rest."""
+    end = count // size * size
+    for part in (slice(0, end), slice(end, count)):
+        if part.start < part.stop:
+            yield part

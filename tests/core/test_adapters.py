@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,8 @@ from safetensors.numpy import save_file
 
 import lazymodel as lm
 from tests.command import command
+from tests.private_memory import Peak
+from tests.quantized import FORMS, quantized, settings, write_folder
 
 PREFIX = "base_model.model."
 RNG = np.random.default_rng(7)
@@ -120,12 +123,15 @@ def test_merged_values_are_the_sum_rounded_once(folder: Path, dtype: Any, scale:
     np.testing.assert_array_equal(merged["norm.weight"], base["norm.weight"])
 
 
-def test_boxes_have_the_bits_of_the_whole(tmp_path: Path) -> None:
-    tensors = pair("w", 700, 1300, 16)
+@pytest.mark.parametrize("rank", [1, 16, 300])
+def test_boxes_have_the_bits_of_the_whole(tmp_path: Path, rank: int) -> None:
+    tensors = pair("w", 700, 1300, rank)
     base = {"w.weight": random(700, 1300)}
-    merged = lm.merge(base, lm.open_adapter(write(tmp_path / "a", tensors, r=16, lora_alpha=32)))["w.weight"]
+    config = {"r": rank, "lora_alpha": 2, "use_rslora": True}
+    merged = lm.merge(base, lm.open_adapter(write(tmp_path / "a", tensors, **config)))["w.weight"]
     whole = merged.read()
-    near(whole, base["w.weight"] + product(tensors, "w", 2.0))
+    expected = base["w.weight"].astype(float) + product(tensors, "w", 2 / math.sqrt(rank))
+    np.testing.assert_allclose(whole, expected, rtol=1e-5, atol=3e-5)
     for _ in range(40):
         rows, columns = (slice(*sorted(RNG.integers(0, n + 1, 2))) for n in whole.shape)
         np.testing.assert_array_equal(merged[rows, columns], whole[rows, columns])
@@ -141,6 +147,52 @@ def test_a_box_reads_its_part_and_both_factors(tmp_path: Path) -> None:
         merged["w.weight"][:8].read()
         assert merged.bytes_read == (8 * 1024 + 4 * (512 + 1024)) * 4
         assert merged.files == [str(folder / "adapter_model.safetensors"), str(tmp_path / "base.safetensors")]
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "mxfp4", "gptq"])
+def test_a_quantized_sharded_base_is_decoded_first(tmp_path: Path, name: str) -> None:
+    form = FORMS[next(each for each in FORMS if each.startswith(name))]
+    weights = {"model.layers.0.q.weight": random(96, 64), "norm.weight": random(64)}
+    stored, plain = quantized(form, weights, lambda module: module != "norm")
+    base = write_folder(tmp_path / "base", settings(form), stored, shards=2)
+    tensors = pair("model.layers.0.q", 96, 64)
+    merged = lm.merge(lm.open_checkpoint(base), lm.open_adapter(write(tmp_path / "a", tensors)))
+    weight = plain["model.layers.0.q.weight"]
+    total = weight.astype(np.float32) + product(tensors, "model.layers.0.q", 2.0)
+    near(merged["model.layers.0.q.weight"], total.astype(weight.dtype))
+    assert sorted(merged) == sorted(plain)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_base_and_adapter_may_be_remote(tmp_path: Path, object_server: Any, mesh8: Any, dora: bool) -> None:
+    folder = object_server.root / f"adapters{dora}"
+    base, tensors = {"w.weight": random(800, 640)}, pair("w", 800, 640)
+    magnitude = {f"{PREFIX}w.lora_magnitude_vector": np.abs(random(800))} if dora else {}
+    write(folder, tensors | magnitude, use_dora=dora)
+    save_file(base, folder / "base.safetensors")
+    local = lm.merge(base, lm.open_adapter(folder))["w.weight"].read()
+    adapter = lm.open_adapter(object_server.url(f"adapters{dora}"))
+    abstract = lm.build_abstract(lambda: {"w": jnp.zeros((800, 640))})
+    checkpoint = lm.merge(lm.open_checkpoint(object_server.url(f"adapters{dora}/base.safetensors")), adapter)
+    mapped = lm.map_checkpoint(checkpoint, lambda w: {"w": w["w.weight"]})
+    model = abstract.shard(mesh8, {"w": P(None, "model")}).materialize(mapped)
+    np.testing.assert_array_equal(np.asarray(model["w"]), local)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux' own counts")
+def test_a_load_stays_within_its_budget(tmp_path: Path) -> None:
+    base = {f"w{n}.weight": random(2048, 2048, dtype=ml_dtypes.bfloat16) for n in range(4)}
+    tensors = pair("w0", 2048, 2048, 16) | pair("w1", 2048, 2048, 16) | pair("w2", 2048, 2048, 16)
+    magnitudes = {f"{PREFIX}w{n}.lora_magnitude_vector": np.abs(random(2048)) for n in range(3)}
+    save_file(base, tmp_path / "base.safetensors")
+    adapter = lm.open_adapter(write(tmp_path / "a", tensors | magnitudes, r=16, use_dora=True))
+    merged = lm.merge(lm.open_checkpoint(tmp_path / "base.safetensors"), adapter)
+    abstract = lm.build_abstract(lambda: {name: jnp.zeros((2048, 2048), jnp.bfloat16) for name in base})
+    with Peak() as peak:
+        model = abstract.materialize(merged, max_host_memory="16MiB")
+    assert peak.nbytes < (4 * 8 << 20) + (32 << 20)  # the model, the budget, and the first products' libraries
+    for name in base:
+        np.testing.assert_array_equal(np.asarray(model[name]), merged[name].read())
 
 
 def test_adapters_are_merged_one_after_another(tmp_path: Path) -> None:
