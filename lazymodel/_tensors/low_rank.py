@@ -13,7 +13,7 @@ import numpy as np
 
 from lazymodel._tensors.boxes import Box, box_shape, coarse, fine, intersect, shift, whole_box
 from lazymodel._tensors.buffers import Steps, Workspace
-from lazymodel._tensors.decoded import SMALLEST, TILE, DecodedTensor, Stored, cut
+from lazymodel._tensors.decoded import DecodedTensor, Stored, cut
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.tensor_source import Targets, View, fill
 
@@ -43,7 +43,7 @@ class LowRankSum(DecodedTensor):
         self._magnitude = magnitude
         self.pieces += (*self._factors, *(() if magnitude is None else (magnitude,)))
         self.min_scratch_nbytes += sum(factor.nbytes for factor in self._factors)
-        self.min_scratch_nbytes += _GROUP * dtype.itemsize
+        self.min_scratch_nbytes += _GROUP * (3 * dtype.itemsize + base.itemsize)
         width = max(_MULTIPLICATIONS // (_ROWS * max(left.shape[1], 1)), 1)
         self._block = _ROWS, min(max(1 << width.bit_length() - 1, 16), 512)
         self.cuts = tuple(min(pair) for pair in zip(self._block, (extent or 1 for extent in base.shape), strict=True))
@@ -74,12 +74,13 @@ class LowRankSum(DecodedTensor):
         """Reads all of the base once for the norms of the sum."""
         squares = np.zeros(self.shape[self._axis], np.float64)
         view = self.pieces[0]
-        count = min(TILE, max(workspace.available // (2 * (view.itemsize + 2 * self.scratch)), SMALLEST))
-        for tile in cut(whole_box(self.shape), count, self.cuts, self.along):
+        # Tiles of a fixed size, so that sums do not depend on the available memory.
+        for tile in cut(whole_box(self.shape), _GROUP, self.cuts, self.along):
             with workspace.array(box_shape(tile), view.dtype) as stored:
                 fill(view, [tile], [stored], workspace)
-                with self._sum(tile, stored, workspace) as values:
-                    squares[tile[self._axis]] += np.einsum("ij,ij->" + "ij"[self._axis], values, values)
+                with self._sum(tile, stored, workspace) as values, np.errstate(all="ignore"):
+                    np.square(values, out=values)
+                    squares[tile[self._axis]] += values.sum(axis=1 - self._axis, dtype=np.float64)
         with np.errstate(all="ignore"):  # a norm may be zero, as in PEFT
             return _whole(magnitude, workspace).astype(self.dtype) / np.sqrt(squares).astype(self.dtype)
 
