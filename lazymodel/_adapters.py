@@ -36,6 +36,7 @@ _FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _PREFIX = "base_model.model."  # of all names, for PEFT's two wrappers around the model
 _PEFT = "merge it with PEFT: `model.merge_and_unload().save_pretrained(folder)`"
 _PART = re.compile(r"(.+)\.(lora_(?:embedding_)?[AB]|lora_magnitude_vector)(?:\.(weight|bias))?", re.DOTALL)
+_NUMBER = re.compile(r"(?:^|\.)\d+(?:\.|$)")
 # Embeddings that PEFT saves whole if they are adapted or were resized.
 _EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "word_embeddings", "embed_in", "embed_out", "shared")
 # Options with which an adapter is more than a sum, or depends on the input.
@@ -401,22 +402,28 @@ class _Merging:
             return rename
 
         def missing(rename: Callable[[str], str]) -> list[str]:
+            if len({rename(name) for name in required}) < len(set(required)):
+                return required  # two of them would be one
             return [name for name in required if rename(name) not in self.names]
 
         same = renaming("", "")
         if not (lacking := missing(same)):
             return same
-        words = required[0].split(".")
-        for count in range(len(words) - 1):
+        # A number states which layer it is: neither a number nor the word before it is removed, and no number is added.
+        first = next((name for name in required if _NUMBER.search(name)), required[0])
+        words = first.split(".")
+        count_of_prefix = next((index - 1 for index, word in enumerate(words) if word.isdecimal()), len(words) - 2)
+        for count in range(count_of_prefix + 1):
             removed, rest = ".".join(words[:count]), ".".join(words[count:])
             begins = [name.removesuffix(rest) for name in self.names if name == rest or name.endswith(f".{rest}")]
+            begins = [begin for begin in begins if not _NUMBER.search(begin)]
             removed = f"{removed}." if removed else ""
             fitting = [begin for begin in begins if not missing(renaming(removed, begin))]
             if len(fitting) == 1:
                 return renaming(removed, fitting[0])
             if fitting:
                 self._reject(
-                    required[0],
+                    first,
                     "one tensor of this name",
                     listed(repr(begin + rest) for begin in fitting),
                     "merge into a checkpoint with the part that is meant",

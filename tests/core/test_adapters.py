@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 
 import lazymodel as lm
 from tests.command import command
+from tests.core.checkpoints._formats import torch_file
 from tests.private_memory import Peak
 from tests.quantized import FORMS, quantized, settings, write_folder
 
@@ -105,6 +106,19 @@ def test_patterns_match_the_end_of_a_module_s_name(tmp_path: Path) -> None:
     assert adapter.ranks == {"layers.0.q": 2, "layers.10.q": 6, "layers.0.xq": 4}
     assert adapter.scales == {"layers.0.q": 1.5, "layers.10.q": 0.5, "layers.0.xq": 2.0}
     assert "ranks 2 to 6" in repr(adapter)
+
+
+def test_an_adapter_may_be_pytorch_s_file(folder: Path) -> None:
+    tensors = tensors_of(folder)
+    (folder / "adapter_model.safetensors").unlink()
+    (folder / "adapter_model.bin").write_bytes(torch_file(tensors))
+    adapter = lm.open_adapter(folder)
+    assert adapter.targets == ("model.layers.0.q", "model.layers.0.v")
+    base = base_of()
+    near(
+        lm.merge(base, adapter)["model.layers.0.q.weight"],
+        base["model.layers.0.q.weight"] + product(tensors, "model.layers.0.q", 2.0),
+    )
 
 
 # Values
@@ -271,6 +285,13 @@ def test_two_parts_of_one_name_are_refused(tmp_path: Path) -> None:
     weights = base_of(prefix="text.layers.0.") | base_of(prefix="vision.layers.0.")
     with pytest.raises(lm.CheckpointError, match=r"found 'text.layers.0.q.weight', 'vision.layers.0.q.weight'"):
         lm.merge(weights, adapter)
+
+
+@pytest.mark.parametrize("module", ["layers.3.q", "blocks.0.q", "q"])
+def test_a_layer_is_never_taken_for_another(tmp_path: Path, module: str) -> None:
+    adapter = lm.open_adapter(write(tmp_path / "a", pair(module, 96, 64)))
+    with pytest.raises(lm.CheckpointError, match="found none for 1 of 1"):
+        lm.merge(base_of(), adapter)
 
 
 def test_experts_of_one_parameter(tmp_path: Path) -> None:

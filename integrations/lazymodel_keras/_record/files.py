@@ -576,7 +576,7 @@ def _safe_open(recording: Any, original: Any, filename: Any, *_: Any, **__: Any)
 
 @_upstream.while_recording(_upstream.safetensors_loader, "__init__")
 def _list_tensors(recording: Any, original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Makes KerasHub look for the tensors of a quantized folder by their plain names, not by those of the index."""
+    """Makes KerasHub look for the tensors of a decoded or merged folder by their names, not by those of the index."""
     original(self, *args, **kwargs)
     if (index := self.safetensor_config) is None:
         return
