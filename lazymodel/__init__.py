@@ -26,6 +26,7 @@ from lazymodel._show import clock as _clock  # first: it records when the import
 # isort: split
 from lazymodel import research
 from lazymodel._abstract.variable import AbstractVariable
+from lazymodel._adapters import Adapter, merge, open_adapter
 from lazymodel._compile import Compile
 from lazymodel._devices.hardware import arithmetic_mesh, device_memory, topology
 from lazymodel._errors import (
@@ -73,6 +74,7 @@ __version__ = _VERSION
 __all__ = [
     "AbstractModel",
     "AbstractVariable",
+    "Adapter",
     "Checkpoint",
     "CheckpointError",
     "Compile",
@@ -105,7 +107,9 @@ __all__ = [
     "grow",
     "initializers",
     "map_checkpoint",
+    "merge",
     "mup",
+    "open_adapter",
     "open_checkpoint",
     "path_key",
     "research",

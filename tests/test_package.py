@@ -25,11 +25,12 @@ PACKAGES = {
 # What a user calls or annotates with; a name more or less is a decision.
 NAMES = {
     "lazymodel": """
-        AbstractModel AbstractVariable Checkpoint CheckpointError Compile CoordinateCheck DoesNotFitError Fleet From
-        Host LazyModelError LazyModelWarning LazyTensor LoadReport MemoryPlan Mup Progress ReshardReport RunReport
+        AbstractModel AbstractVariable Adapter Checkpoint CheckpointError Compile CoordinateCheck DoesNotFitError Fleet
+        From Host LazyModelError LazyModelWarning LazyTensor LoadReport MemoryPlan Mup Progress ReshardReport RunReport
         ShardingError TraceError TrainingState WeightMap WhatIf arithmetic_mesh auto build_abstract compare_plans
-        coordinate_check device_memory diff grow initializers map_checkpoint mup open_checkpoint path_key research
-        reshard restore role save save_step signals smallest_topology statistics topology training_state
+        coordinate_check device_memory diff grow initializers map_checkpoint merge mup open_adapter open_checkpoint
+        path_key research reshard restore role save save_step signals smallest_topology statistics topology
+        training_state
     """,
     "lazymodel.checkpoints": """
         Checkpoint SafetensorsFile open_checkpoint

@@ -27,11 +27,12 @@ from lazymodel import (
     Compile,
     LazyModelError,
     Progress,
+    open_adapter,
     open_checkpoint,
 )
 from lazymodel._errors import warn
 from lazymodel._remote.path import Location, RemotePath
-from lazymodel._remote.url import shown
+from lazymodel._remote.url import is_url, shown
 from lazymodel._sharding.shard import Rules, read_rules
 from lazymodel._show.progress import ReportTo
 from lazymodel._show.text import closest, listed
@@ -70,6 +71,7 @@ def from_preset(
     strict: bool = True,
     verify: Verify = False,
     storage_options: Mapping[str, Any] | None = None,
+    adapter: str | os.PathLike[str] | None = None,
     max_host_memory: int | str | None = None,
     replicas: str | None = None,
     compile: Compile | Sequence[Compile] | bool | None = None,
@@ -84,8 +86,8 @@ def from_preset(
     pairs.
 
     Args:
-        cls: See `abstract_from_preset`, also for `preset`, `load_weights`, `strict`, `verify`, `storage_options` and
-            arguments of KerasHub.
+        cls: See `abstract_from_preset`, also for `preset`, `load_weights`, `strict`, `verify`, `storage_options`,
+            `adapter` and arguments of KerasHub.
         mesh: The devices; None uses the active `keras.distribution` if there is one, else one device.
         rules: Sharding rules that go with `mesh`; see `AbstractModel.shard`.
         on_unmatched: Handling of large variables without a rule, likewise.
@@ -116,7 +118,9 @@ def from_preset(
     if isinstance(compile, bool):
         kwargs, compile = {**kwargs, "compile": compile}, None
     with _collecting.needed():
-        abstract = abstract_from_preset(cls, preset, load_weights, **of_kind(Opening, options), **kwargs)
+        abstract = abstract_from_preset(
+            cls, preset, load_weights, adapter=adapter, **of_kind(Opening, options), **kwargs
+        )
         if mesh is not None:
             abstract = abstract.shard(mesh, rules, on_unmatched=on_unmatched)
         return abstract.materialize(compile=compile, **of_kind(Materializing, options))
@@ -131,6 +135,7 @@ def abstract_from_preset(
     cast: str = "safe",
     verify: Verify = False,
     storage_options: Mapping[str, Any] | None = None,
+    adapter: str | os.PathLike[str] | None = None,
     **kwargs: Any,
 ) -> AbstractModel[T]:
     """The abstract model of `cls.from_preset(preset, load_weights, **kwargs)`, together with its checkpoint.
@@ -158,6 +163,8 @@ def abstract_from_preset(
             are used; as in `lazymodel.open_checkpoint`, with names relative to their folder. Other files of a preset,
             such as its configuration and vocabulary, are not hashed; neither are files at a URL, for which this raises.
         storage_options: For a URL: as in `lazymodel.open_checkpoint`.
+        adapter: Folder or URL of a LoRA adapter of PEFT to merge into the weights of a Hugging Face folder, as
+            `lazymodel.merge` does.
         **kwargs: Passed on to KerasHub, such as `dtype` or `num_classes`. An argument that neither its loader nor the
             class takes raises; KerasHub would drop it silently.
 
@@ -176,18 +183,26 @@ def abstract_from_preset(
     preset = os.fspath(preset)  # KerasHub only takes strings
     check_storage_options(preset, storage_options)
     check_preset(preset)
-    recording = Recording(LoadOptions(strict, cast, verify, storage_options))
+    options = storage_options if adapter is not None and is_url(adapter) else None
+    opened = None if adapter is None else open_adapter(adapter, options)
+    recording = Recording(LoadOptions(strict, cast, verify, storage_options, opened))
     recording.keywords = keywords = Keywords(kwargs.keys())
     keywords.check_ours(cls)
     what = f"{cls.__name__}.from_preset({shown(preset)!r})"
     hub: Any = cls
     try:
         # `from_preset` is looked up while recording, when it is patched.
-        return abstract_build(recording, lambda: hub.from_preset(preset, load_weights, **kwargs), what, loads=True)
+        built = abstract_build(recording, lambda: hub.from_preset(preset, load_weights, **kwargs), what, loads=True)
     except CheckpointError as error:
         if not (hint := _hint(preset, error)):
             raise
         raise CheckpointError(f"{str(error).rstrip('.')}; {hint}") from error
+    if opened is not None and not recording.merged:
+        raise LazyModelError(
+            f"adapter {opened.path}: expected weights of a Hugging Face folder to merge it into, found none that "
+            f"{what} loaded; give the folder of the base model, with safetensors"
+        )
+    return built
 
 
 def _check_class(cls: Any) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import dataclasses
 import importlib.metadata
 import os
 import platform
@@ -23,6 +24,7 @@ from typing import Any, cast
 import jax
 
 from lazymodel._abstract.variable import named
+from lazymodel._adapters import is_adapter, open_adapter
 from lazymodel._cli.output import (
     JSON,
     STORAGE_OPTION,
@@ -46,7 +48,7 @@ from lazymodel._show.text import format_bytes, listed, plural, quiet_tensorflow
 from lazymodel._tensors.buffers import available_memory, cores, default_budget
 from lazymodel._version import VERSION
 from lazymodel.checkpoints import open_checkpoint
-from lazymodel.checkpoints._open import inspect_checkpoint
+from lazymodel.checkpoints._open import Problem, inspect_checkpoint
 from lazymodel.research._diff import diff
 
 _DESCRIPTION = """\
@@ -88,6 +90,7 @@ def _add_convert(commands: Any) -> None:
         "a lazymodel.WeightMap with which a checkpoint with the paths of a model is written, or a function that takes "
         "and returns tensors by name",
     )
+    option("--adapter", "FOLDER", "merge a LoRA adapter of PEFT, a folder or URL; several in turn", action="append")
     option("--cls --class", "NAME", "a model class of KerasHub, such as Gemma3CausalLM")
     option("--quantize", ("int8", "int4"), "quantize the model of --cls, as Keras does")
     option("--max-host-memory", "BYTES", "limit for tensors in transit; default: 256MiB")
@@ -104,7 +107,7 @@ def _convert(arguments: argparse.Namespace) -> int:
         # Nothing runs on devices: an accelerator that another process uses, or that starts slowly, is not touched.
         jax.config.update("jax_platforms", "cpu")
     given = storage_options(arguments)
-    if given and not (is_url(arguments.source) or is_url(arguments.destination)):
+    if given and not any(map(is_url, [arguments.source, arguments.destination, *(arguments.adapter or ())])):
         raise LazyModelError("--storage-option is for URLs, and neither SRC nor DST is one")
     options: dict[str, Any] = {
         "source_options": given if is_url(arguments.source) else None,
@@ -136,13 +139,14 @@ def _tensors(arguments: argparse.Namespace, given: dict[str, Any] | None, option
         include=arguments.include or (),
         exclude=arguments.exclude or (),
         mapping=cast(Any, mapping),
+        adapters=[open_adapter(path, given if is_url(path) else None) for path in arguments.adapter or ()],
         storage_options=given if is_url(arguments.destination) else None,
         **options,
     )
 
 
 def _model(arguments: argparse.Namespace, options: dict[str, Any]) -> list[str]:
-    for name in ("include", "exclude", "map"):
+    for name in ("include", "exclude", "map", "adapter"):
         if getattr(arguments, name):
             raise LazyModelError(f"--{name} is for checkpoints; --cls converts a whole model")
     if arguments.to not in (None, "preset", "huggingface"):
@@ -321,7 +325,14 @@ def _add_inspect(commands: Any) -> None:
 
 def _inspect(arguments: argparse.Namespace) -> int:
     check_page(arguments.html)
-    summary = inspect_checkpoint(arguments.checkpoint, storage_options(arguments), verify=arguments.verify)
+    options = storage_options(arguments)
+    summary = inspect_checkpoint(arguments.checkpoint, options, verify=arguments.verify)
+    if is_adapter(arguments.checkpoint, options):
+        try:
+            with contextlib.closing(open_adapter(arguments.checkpoint, options)) as adapter:
+                summary.metadata["adapter"] = repr(adapter)
+        except LazyModelError as error:
+            summary = dataclasses.replace(summary, problems=(*summary.problems, Problem(None, str(error))))
     show(arguments, "inspect", summary)
     return 1 if summary.problems else 0
 

@@ -47,8 +47,8 @@ def refuse_adapter(names: Iterable[str], what: str) -> None:
     if found := [name for name in names if _ADAPTER.fullmatch(name)]:
         raise CheckpointError(
             f"{what} has {len(found)} tensors of a LoRA adapter: {listed(map(repr, found))}. They add to a weight "
-            "lora_alpha / r times their product, and neither number is among the tensors. Merge the adapter first "
-            "(PEFT: merge_and_unload), or give lm.map_checkpoint a function that returns W + lora_alpha / r * B @ A"
+            "lora_alpha / r times their product, and neither number is among the tensors. Merge the adapter into the "
+            "base model's checkpoint first: lm.merge(checkpoint, lm.open_adapter(folder))"
         )
 
 

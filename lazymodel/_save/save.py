@@ -23,6 +23,7 @@ import numpy as np
 
 from lazymodel._abstract.framework import ModelSpec
 from lazymodel._abstract.variable import ARRAYS, NUMBERS, lazy_array, named_arrays
+from lazymodel._adapters import Adapter, merge
 from lazymodel._devices.collective import agreement
 from lazymodel._errors import CheckpointError, LazyModelError, warn
 from lazymodel._mapping.match import model_values
@@ -285,6 +286,7 @@ def convert(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     mapping: WeightMap | WriteFunction | None = None,
+    adapters: Sequence[Adapter] = (),
     verify: bool = False,
     max_host_memory: int | str | None = None,
     progress: ProgressTo = None,
@@ -301,6 +303,7 @@ def convert(
         dtype: The dtype of all floating-point tensors, such as `"bfloat16"`; others stay as they are.
         include: Patterns of names as shells have them (`*`, `?`, `[…]`, case and all); nothing else is converted.
         exclude: Patterns of names that are not.
+        adapters: LoRA adapters, to merge one after another.
         verify: Whether to read everything back and compare it with the source.
 
     Raises:
@@ -308,7 +311,10 @@ def convert(
             none of floating point; source and destination are the same.
     """
     wanted = None if dtype is None else _floating(dtype)
-    with open_checkpoint(source, source_options) as checkpoint:
+    with contextlib.ExitStack() as stack:
+        checkpoint = stack.enter_context(open_checkpoint(source, source_options))
+        for adapter in adapters:
+            checkpoint = stack.enter_context(merge(checkpoint, adapter))
         if not is_url(destination):
             _check_apart(destination, [source, *checkpoint.files], format)
             _check_hidden(destination, source, format)

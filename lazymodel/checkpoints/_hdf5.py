@@ -21,7 +21,6 @@ import math
 import os
 import reprlib
 import threading
-import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
@@ -47,9 +46,9 @@ from lazymodel.checkpoints._untrusted import (
     Window,
     check_pointer,
     corrupt,
-    member_start,
     mismatch,
     read_json_object,
+    stored_start,
     truncated,
     weight_map,
     zip_directory,
@@ -506,11 +505,7 @@ def open_archive(path: Location) -> Checkpoint:
     members = {info.filename: info for info in zip_directory(source_of(path), path, ".keras")}
 
     def start(name: str) -> int:
-        begin = member_start(path, members[name])
-        if members[name].compress_type != zipfile.ZIP_STORED:
-            fix = "unpack the archive and open the file inside"
-            raise mismatch(path, f"{name} to be stored without compression, as Keras does", "it compressed", fix)
-        return begin
+        return stored_start(path, members[name], "Keras", "unpack the archive and open the file inside")
 
     def weights(name: str, shown: str) -> Hdf5Checkpoint:
         return Hdf5Checkpoint(shown, H5File(path, start(name), members[name].file_size))

@@ -31,7 +31,8 @@ from lazymodel.checkpoints._gguf import model_files, open_gguf, split_names
 from lazymodel.checkpoints._hdf5 import open_archive, open_hdf5
 from lazymodel.checkpoints._numpy import npy_names, open_npy, open_npy_folder, open_npz
 from lazymodel.checkpoints._orbax import OrbaxCheckpoint, find_item
-from lazymodel.checkpoints._safetensors import Contents, Index, SafetensorsFile, short, some
+from lazymodel.checkpoints._pytorch import PyTorchFile, model_weights, pytorch_files
+from lazymodel.checkpoints._safetensors import Contents, Index, SafetensorsFile, is_numbered, short, some
 from lazymodel.checkpoints._untrusted import check_pointer, indexed_shards, read_json_file, weight_map
 from lazymodel.checkpoints._verify import Verify, mismatches, no_hash, stated_hashes, verify_files
 
@@ -54,30 +55,32 @@ class Format(NamedTuple):
 _FORMATS = (
     Format("safetensors", (".safetensors.index.json",), None, SafetensorsFile, ".safetensors"),
     Format("hdf5", (".weights.json",), None, open_hdf5, ".weights.h5", grouped=True),
+    Format("pytorch", (".bin.index.json",), None, PyTorchFile, ".bin"),
     Format("safetensors", (".safetensors",), None, SafetensorsFile),
     Format("hdf5", (".weights.h5", ".h5", ".hdf5"), b"\x89HDF\r\n\x1a\n", open_hdf5),
     Format("numpy", (".npz",), None, open_npz),
     Format("numpy", (".npy",), b"\x93NUMPY", open_npy),
-    Format("hdf5", (".keras",), b"PK\x03\x04", open_archive),
     Format("gguf", (".gguf",), b"GGUF", open_gguf),
+    Format("pytorch", (".bin", ".pt", ".pth", ".ckpt", ".pth.tar"), None, PyTorchFile),
+    Format("hdf5", (".keras",), b"PK\x03\x04", open_archive),
 )
 _SUPPORTED = (
     "a .safetensors file, a folder of them (with or without *.safetensors.index.json), Keras weights (.weights.h5, "
     ".weights.json, .h5), a .keras archive, a Keras Hub preset folder, an Orbax checkpoint (an item, a step, or a "
-    "folder of steps), a folder of numbered folders with safetensors, a .gguf file or a folder of one model's, or "
-    "NumPy's .npz and .npy, or a folder of .npy"
+    "folder of steps), a folder of numbered folders with safetensors, a .gguf file or a folder of one model's, "
+    "NumPy's .npz and .npy, or a folder of .npy, or PyTorch's .bin, .pt, .pth and .ckpt (with or without "
+    "*.bin.index.json)"
 )
 
 
-_PICKLE = "which can run any code when it is read"
 # Formats that are known and not read: patterns of names, what such a file is, and how it becomes one that is read. The
 # first that fits is meant.
 _FOREIGN = (
     (
-        ("*.pt", "*.pth", "*.bin", "*.ckpt"),
-        f"a pickle of PyTorch, {_PICKLE}",
-        'safetensors: `safetensors.torch.save_file(torch.load(path, weights_only=True, map_location="cpu"), '
-        '"model.safetensors")`',
+        ("*.distcp",),
+        "a checkpoint of torch.distributed",
+        "a file that is read, where PyTorch is: "
+        '`torch.distributed.checkpoint.format_utils.dcp_to_torch_save(folder, "model.pt")`',
     ),
     (
         ("*.index", "*.data-?????-of-?????", "saved_model.pb"),
@@ -96,7 +99,7 @@ _FOREIGN = (
     ),
     (
         ("*.pkl", "*.pickle"),
-        f"a Python pickle, {_PICKLE}",
+        "a Python pickle, which can run any code when it is read",
         'safetensors, if you trust it: `lm.save(tree, "model.safetensors")`',
     ),
 )
@@ -135,7 +138,8 @@ def open_checkpoint(
             of a step, or of steps, of which the newest committed one is opened; a folder of folders with numbers for
             names, of which the newest with an index or a `model.safetensors` is opened; a `.gguf` file, any file of a
             split one, or their folder; a `.npz` or `.npy` file; or a folder with nothing of these but `.npy` files in
-            it and its folders, whose paths are the names. Archives are read in place. A Hugging Face folder that is
+            it and its folders, whose paths are the names; a file of PyTorch's (`.bin`, `.pt`, `.pth`, `.ckpt`), an
+            index of such, or a folder that only has these. Archives are read in place. A Hugging Face folder that is
             quantized opens as the plain checkpoint that it encodes; see docs/quantized.md.
         storage_options: For URLs: what obstore's store takes, such as `{"region": "…"}`; see docs/buckets.md.
         verify: Whether to hash the files first, index and all, and refuse content that is not what is stated: True for
@@ -264,9 +268,7 @@ def cached_copy(where: RemotePath) -> CachedCopy | None:
             # With a copy there, a hub that does not answer is not waited for.
             snapshot = cached_snapshot(repository.name, where.store.commit(once=stale is not None))
             path = _in_snapshot(snapshot, where.key)
-            if path is None or (
-                path.is_dir() and not all((path / file.name).is_file() for file in weight_files(where))
-            ):
+            if path is None or (path.is_dir() and not all((path / file.name).is_file() for file in _named(where))):
                 return None
             return CachedCopy(path, False)
         except Unavailable as error:
@@ -279,12 +281,17 @@ def cached_copy(where: RemotePath) -> CachedCopy | None:
     )
 
 
+def _named(folder: Location) -> Sequence[Location]:
+    """The files of a folder that are known for weights by their names, PyTorch's among them."""
+    return weight_files(folder) or model_weights(folder)
+
+
 def _in_snapshot(snapshot: Path | None, key: str) -> Path | None:
     """A place in a snapshot of a repository, if all weights that belong to it are there."""
     if snapshot is None or not (where := snapshot / key).exists():
         return None
     try:
-        there = weight_files(where) if where.is_dir() else [where]
+        there = _named(where) if where.is_dir() else [where]
         files = [file.parent / name for file in there for name in split_names(file.name)]
         for file in files:
             kind = format_of(file)
@@ -347,9 +354,11 @@ def find_contents(where: Location) -> Contents:
     found.format = "unknown" if kind is None else kind.name
     with found.noting(file if there else None):
         head = check_pointer(file)
-        # PyTorch's files are archives as well, and Equinox' are NumPy's one after the other.
-        if kind is None and (kind := format_of(file, head)) and kind.open in (open_archive, open_npy):
-            kind = None if foreign([file.name]) else kind
+        # Others' files are called `.bin`, too; a pickle can be in an archive, and Equinox' are NumPy's in a row.
+        if kind is None or kind.open is PyTorchFile:
+            kind = format_of(file, head)
+            if kind and kind.open in (open_archive, open_npy) and foreign([file.name]):
+                kind = None
         if kind is None:
             raise CheckpointError(f"{where} is in no known format; {foreign([where.name])}supported: {_SUPPORTED}")
         found.add(kind.open(file))
@@ -358,7 +367,7 @@ def find_contents(where: Location) -> Contents:
 
 
 def _without_weight_files(where: Location) -> Contents:
-    """Opens a folder without files that are known by their name: of Orbax, of steps, or of `.npy` files."""
+    """Opens a folder without files that are known by their name: of Orbax, of steps, of `.npy` files, or PyTorch's."""
     found, item = Contents(where, "orbax"), None
     with found.noting():
         if (item := find_item(where)) is not None:
@@ -368,6 +377,12 @@ def _without_weight_files(where: Location) -> Contents:
     if (step := newest_step(where)) is not None:
         return find_contents(step)
     if not (names := npy_names(where)):
+        if files := pytorch_files(where):
+            if len(files) == 1 and not is_numbered(files[0].name):
+                return find_contents(files[0])
+            found.format = "pytorch"
+            found.add_loose(files, PyTorchFile)
+            return found
         others = foreign(file.name for file in where.glob("*"))
         raise CheckpointError(f"found no checkpoint in folder {where}; {others}supported: {_SUPPORTED}")
     found.format = "numpy"
@@ -380,7 +395,7 @@ def open_located(where: Location, *, as_stored: bool = False) -> Checkpoint:
     """Opens what is at a place, decoded where the configuration alongside it says that it is quantized."""
     found = find_contents(where)
     checkpoint = found.checkpoint()
-    if as_stored or checkpoint.format != "safetensors":
+    if as_stored or checkpoint.format not in ("safetensors", "pytorch"):
         return checkpoint
     return decoded(checkpoint, found.where if found.where.is_dir() else found.where.parent)
 

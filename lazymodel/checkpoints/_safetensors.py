@@ -290,12 +290,12 @@ class SafetensorsFile(Checkpoint):
 
 
 SAVE_KEY = "lazymodel_save"  # in a shard's metadata: what the shards of one save have in common, and no others
-_PART = re.compile(r"(.+)-(\d{1,9})-of-(\d{1,9})\.safetensors")  # as Hugging Face numbers the shards of a model
+_PART = re.compile(r"(.+)-(\d{1,9})-of-(\d{1,9})\.(safetensors|bin)")  # as Hugging Face numbers a model's shards
 _MAX_NAME = 240  # characters of a name that a message shows; a file may give a tensor a name of megabytes
 
 
 def is_numbered(name: str) -> bool:
-    """Returns True if a file is called as shards of a safetensors checkpoint are."""
+    """Returns True if a file is called as one of several shards on Hugging Face is."""
     return _PART.fullmatch(name) is not None
 
 
@@ -428,28 +428,28 @@ def open_loose(folder: Location, paths: Iterable[Location]) -> Checkpoint:
     return found.checkpoint()
 
 
-def _numbered(paths: Iterable[Location]) -> dict[tuple[str, str], dict[Location, int]]:
-    """(beginning of their names, total in them) → files of this numbering, with their numbers."""
-    parts: dict[tuple[str, str], dict[Location, int]] = {}
+def _numbered(paths: Iterable[Location]) -> dict[tuple[str, str, str], dict[Location, int]]:
+    """(beginning of their names, total in them, suffix) → files of this numbering, with their numbers."""
+    parts: dict[tuple[str, str, str], dict[Location, int]] = {}
     for path in paths:
         if match := _PART.fullmatch(path.name):
-            parts.setdefault((match[1], match[3]), {})[path] = int(match[2])
+            parts.setdefault((match[1], match[3], match[4]), {})[path] = int(match[2])
     return parts
 
 
 def _numbering_problems(folder: Location, paths: Iterable[Location]) -> Iterator[str]:
     """Why files without an index are not all of one checkpoint's shards by their names."""
     parts, complete = _numbered(paths), True
-    for (stem, total), own in parts.items():
+    for (stem, total, suffix), own in parts.items():
         numbers, most = set(own.values()), int(total)
         if count := most - sum(1 <= number <= most for number in numbers):
             complete = False
             missing = islice((number for number in range(1, most + 1) if number not in numbers), LISTED)
-            names = [f"{stem}-{number:0{len(total)}}-of-{total}.safetensors" for number in missing]
+            names = [f"{stem}-{number:0{len(total)}}-of-{total}.{suffix}" for number in missing]
             found = f"{most - count}; missing {listed(names, count=count)}"
             yield f"{folder}: expected {most} shards as their names say, found {found}. Download them too."
     if len(parts) > 1 and complete:
-        names = ", ".join(f"{stem}-*-of-{total}.safetensors" for stem, total in parts)
+        names = ", ".join(f"{stem}-*-of-{total}.{suffix}" for stem, total, suffix in parts)
         fix = "remove the others, or add the index file that says which count"
         yield str(mismatch(folder, "the shards of one save", f"those of {len(parts)}, {names}", fix))
 

@@ -36,7 +36,7 @@ TRUNCATED = "it is truncated or corrupt. Download or copy it again."
 HOSTILE = "do not trust this checkpoint"
 _MAX_PATH = 4096  # characters; what Linux takes
 _LFS = b"version https://git-lfs.github.com/spec/v1"
-_LOCAL_HEADER = 30  # bytes of a member's local file header, before its name
+LOCAL_HEADER = 30  # bytes of a member's local file header, before its name
 
 
 def mismatch(where: object, expected: str, found: object, fix: str = CORRUPT) -> CheckpointError:
@@ -275,7 +275,7 @@ def member_start(path: Location, info: zipfile.ZipInfo) -> int:
     what = f"{path}: member {info.filename!r}"
     deflated = info.compress_type == zipfile.ZIP_DEFLATED
     if info.flag_bits & 1:
-        raise mismatch(what, "it as Keras and NumPy write it", "it encrypted", "save it without a password")
+        raise mismatch(what, "it as Keras, NumPy and PyTorch write it", "it encrypted", "save it without a password")
     if info.compress_type != zipfile.ZIP_STORED and not deflated:
         fix = "unpack the archive, or load and save it again with what wrote it"
         raise mismatch(what, "no compression, or deflate", f"method {info.compress_type}", fix)
@@ -283,14 +283,23 @@ def member_start(path: Location, info: zipfile.ZipInfo) -> int:
     if 0 <= info.header_offset < size:
         with path.open("rb") as file:
             file.seek(info.header_offset)
-            header = file.read(_LOCAL_HEADER) or b""
-    if len(header) < _LOCAL_HEADER or not header.startswith(b"PK\x03\x04"):
+            header = file.read(LOCAL_HEADER) or b""
+    if len(header) < LOCAL_HEADER or not header.startswith(b"PK\x03\x04"):
         raise mismatch(what, f"it at byte {info.header_offset}", "something else")
     names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-    start = info.header_offset + _LOCAL_HEADER + names
+    start = info.header_offset + LOCAL_HEADER + names
     if start + info.compress_size > size:
         raise truncated(path, f"{info.filename} up to byte {start + info.compress_size}", f"{size} bytes")
     if info.file_size > info.compress_size * MAX_RATIO if deflated else info.file_size != info.compress_size:
         found = f"{info.compress_size} stored, which cannot be as many"
         raise mismatch(what, f"{info.file_size} bytes", found)
+    return start
+
+
+def stored_start(path: Location, info: zipfile.ZipInfo, by: str, fix: str) -> int:
+    """As `member_start`, of a member that must not be compressed, so that it is read in place."""
+    start = member_start(path, info)
+    if info.compress_type != zipfile.ZIP_STORED:
+        expected = f"{info.filename} to be stored without compression, as {by} does"
+        raise mismatch(path, expected, "it compressed", fix)
     return start

@@ -5,8 +5,10 @@ The default suite does this for a few kinds of converters, `-m large -k converte
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -27,6 +29,7 @@ from safetensors.numpy import load_file
 import lazymodel as lm
 import lazymodel_keras as lk
 from tests.conftest import child_environment
+from tests.core.checkpoints._formats import torch_file
 
 from . import hugging_face_models
 from .converter_folders import ASKED_FOR, asked_for, write_asked_for, write_hugging_face
@@ -91,6 +94,44 @@ def test_experts_stay_on_disk_until_they_are_streamed(tmp_path: Path, mesh8: Mes
     ours = abstract.materialize(report=reports.append)
     assert reports[0].read_nbytes == reports[0].needed_nbytes == abstract.nbytes
     assert_same(stock, ours, outputs=False)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("place", ["disk", "url"])
+def test_a_folder_of_pytorchs_files(
+    shards: int, place: str, tmp_path: Path, request: pytest.FixtureRequest, mesh8: Mesh
+) -> None:
+    """KerasHub's converters read it as if it were safetensors, also what they leave out, and hashes."""
+    cls = keras_hub.models.Llama3Backbone
+    folder = save_hugging_face(tmp_path / "llama3", "llama3", shards=shards)
+    expected = seeded(lambda: lk.from_preset(cls, str(folder)))
+    for file in folder.glob("*.safetensors*"):
+        name = f"pytorch_{file.name}".replace("safetensors", "bin")
+        if file.suffix == ".json":
+            text = file.read_text().replace("model-", "pytorch_model-").replace(".safetensors", ".bin")
+            (folder / name).write_text(text)
+        else:
+            (folder / name).write_bytes(torch_file(load_file(file)))
+        file.unlink()
+    where = str(folder)
+    if place == "url":
+        server = request.getfixturevalue("object_server")
+        shutil.copytree(folder, server.root / "torch" / str(shards))
+        where = server.url(f"torch/{shards}")
+    loaded = seeded(lambda: lk.from_preset(cls, where, mesh=mesh8, rules=lm.auto()))
+    assert_same(expected, loaded, outputs=False)
+    if place == "url":
+        return
+    hashes = {file.name: f"sha256:{hashlib.sha256(file.read_bytes()).hexdigest()}" for file in folder.iterdir()}
+    assert_same(expected, seeded(lambda: lk.from_preset(cls, where, verify=hashes)), outputs=False)
+    file = sorted(folder.glob("*.bin"))[-1]
+    with pytest.raises(lm.CheckpointError, match=rf"{file.name}.*expected sha256 {'0' * 64}"):
+        lk.from_preset(cls, where, verify={**hashes, file.name: "0" * 64})
+    if shards == 1:
+        tensors = {name: tensor.read() for name, tensor in lm.open_checkpoint(file).items()}
+        file.write_bytes(torch_file({**tensors, "model.layers.7.w": np.ones(3, np.float32)}))
+        with pytest.raises(lm.CheckpointError, match=r"did not request: model\.layers\.7\.w"):
+            lk.from_preset(cls, where)
 
 
 def test_a_converter_that_goes_through_a_narrower_dtype(tmp_path: Path) -> None:

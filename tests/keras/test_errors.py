@@ -85,7 +85,7 @@ def changed_tensors(change: Callable[[dict[str, np.ndarray]], Any]) -> Callable[
 def pickled(folder: Path) -> None:
     for file in folder.glob("*.safetensors*"):
         file.unlink()
-    (folder / "pytorch_model.bin").write_bytes(b"PK")
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x02}.")
 
 
 def of_unknown_dtype(folder: Path) -> None:
@@ -110,7 +110,7 @@ PRESETS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "no shard": (lambda folder: sorted(folder.glob("model_*.h5"))[1].unlink(), ["model_00001.weights.h5"]),
 }
 FOLDERS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
-    "a pickle": (pickled, ["pytorch_model.bin looks like a pickle", "save_file("]),
+    "a pickle": (pickled, ["pytorch_model.bin: expected the zip archive", "found a pickle alone", "save_file("]),
     "no shard": (lambda folder: (folder / SHARD).unlink(), [SHARD]),
     "truncated": (cut(SHARD, -100), [SHARD, "truncated"]),
     "LFS pointer": (lambda folder: (folder / SHARD).write_text(LFS_POINTER), [SHARD, "LFS"]),

@@ -291,3 +291,52 @@ def test_peak_private_memory() -> None:
     command = [sys.executable, str(BENCHMARK), "--runs", "1", "--json"]
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=child_environment())
     assert json.loads(done.stdout)["ours"]["peak"] <= 1.10
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_an_adapter_is_merged_while_the_model_is_loaded(tmp_path: Path, mesh8: Mesh, shards: int) -> None:
+    """The same as loading a folder into which it was merged before."""
+    cls = keras_hub.models.Llama3Backbone
+    folder = save_hugging_face(tmp_path / "base", "llama3", dtype=BF16, shards=shards)
+    base = lm.open_checkpoint(folder)
+    adapted = [name for name in base if name.endswith(("q_proj.weight", "down_proj.weight"))]
+    tensors: dict[str, np.ndarray] = {}
+    for name in adapted:
+        out, inner = base[name].shape
+        for side, shape in (("A", (4, inner)), ("B", (out, 4))):
+            key = f"base_model.model.{name.removesuffix('.weight')}.lora_{side}.weight"
+            tensors[key] = np.random.default_rng(len(tensors)).standard_normal(shape).astype(np.float32)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    lm.save(tensors, adapter / "adapter_model.safetensors")
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
+    merged = tmp_path / "merged"
+    merged.mkdir()
+    (merged / "config.json").write_bytes((folder / "config.json").read_bytes())
+    lm.save(lm.merge(base, lm.open_adapter(adapter)), merged / "model.safetensors")
+    expected = seeded(lambda: lk.from_preset(cls, str(merged)))
+    found = seeded(lambda: lk.from_preset(cls, str(folder), adapter=adapter, mesh=mesh8, rules=lm.auto()))
+    assert_same(expected, found, outputs=False)
+    assert len(adapted) >= 2
+    plain = lk.from_preset(cls, str(folder))
+    changed = [a for a, b in zip(plain.weights, found.weights, strict=True) if (bits(a) != bits(b)).any()]
+    assert len(changed) == len(adapted)
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8, "lora_alpha": 8}))
+    with pytest.raises(lm.CheckpointError, match="expected rank 8"):
+        lk.from_preset(cls, str(folder), adapter=adapter)
+
+
+def test_an_adapter_that_nothing_would_be_merged_into_is_refused(tmp_path: Path) -> None:
+    cls, folder = BACKBONES["llama3"][0], save_preset(tmp_path / "preset", "llama3")
+    tensors = {
+        "base_model.model.layers.0.q_proj.lora_A.weight": np.ones((4, 8), np.float32),
+        "base_model.model.layers.0.q_proj.lora_B.weight": np.ones((8, 4), np.float32),
+    }
+    (tmp_path / "adapter").mkdir()
+    lm.save(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
+    with pytest.raises(lm.LazyModelError, match="expected weights of a Hugging Face folder to merge it into"):
+        lk.from_preset(cls, str(folder), adapter=tmp_path / "adapter")
+    hub = save_hugging_face(tmp_path / "base", "llama3")
+    with pytest.raises(lm.CheckpointError, match=r"'layers\.0\.q_proj\.weight': expected this tensor"):
+        lk.from_preset(cls, str(hub), adapter=tmp_path / "adapter")

@@ -48,6 +48,7 @@ from lazymodel.checkpoints import SafetensorsFile
 from lazymodel.checkpoints._checkpoint import CONFIG, DecodedCheckpoint, read_config
 from lazymodel.checkpoints._hdf5 import H5File
 from lazymodel.checkpoints._open import CachedCopy, cached_copy, content_files, located, open_located
+from lazymodel.checkpoints._pytorch import in_place_of
 from lazymodel.checkpoints._untrusted import (
     indexed_shards,
     member_start,
@@ -61,6 +62,7 @@ from lazymodel_keras._gguf import GgufFolder, GgufModel, converter
 
 _MOST = 256 << 20  # bytes of all small files of a preset; the largest vocabularies have a tenth of it
 _WEIGHTS = (".h5", ".hdf5", ".safetensors", ".keras", ".npz", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack")
+_TORCH = (".bin", ".bin.index.json")  # what PyTorch's files, which KerasHub does not read, are called by Hugging Face
 _STOCK = ("hf", "gs")  # schemes that KerasHub reads by itself, with a download
 
 
@@ -96,6 +98,8 @@ class _Folder:
         offline = self.cached is not None and self.cached.offline
         if not path.exists():
             if offline or not where.is_file():
+                if file := in_place_of(name, self.where if self.cached is None else self.cached.path):
+                    return self.file(file.name)
                 raise FileNotFoundError(f"there is no {name} at {self.where}")
             if not name.endswith(_WEIGHTS):
                 self._fetch(where, path)
@@ -331,7 +335,7 @@ def checkpoint_files(path: str) -> list[str]:
     Loaders open one shard after the other. Hashing all at the first takes as long as the slowest in several threads.
     Raises CheckpointError if an index in its folder cannot be read, or a shard is missing.
     """
-    if path.endswith(".gguf"):
+    if path.endswith((".gguf", *_TORCH)):
         with open_located(Path(path)) as checkpoint:
             return content_files(checkpoint)
     folder = Path(path).parent
@@ -347,8 +351,8 @@ class Leftovers:
     """Tensors in the folders of the opened files that nothing requested, also in shards that were not opened."""
 
     def __init__(self, files: Mapping[str, Any]) -> None:  # path to `OpenedFile`
-        kinds = SafetensorsFile | DecodedCheckpoint  # includes GGUF files
-        self._files: dict[Location, Any] = {f.where: f for f in files.values() if isinstance(f.tensors, kinds)}
+        kinds = ("safetensors", "pytorch", "gguf")
+        self._files: dict[Location, Any] = {f.where: f for f in files.values() if f.tensors.format in kinds}
         self._by_folder: dict[Location, dict[Location, list[str]]] = {}  # folder, or GGUF file → file → names
         for path, file in self._files.items():
             folder = path if isinstance(file.tensors, GgufModel) else path.parent
@@ -476,7 +480,7 @@ class LazySafeOpen:
     offset_keys = keys  # safetensors orders them by offset
 
     def metadata(self) -> dict[str, str]:
-        return dict(self._file.tensors.metadata)
+        return dict(self._file.tensors.metadata or {})
 
     def get_tensor(self, name: str) -> LazyTensor:
         if name not in self._file.tensors:
@@ -567,12 +571,12 @@ def _safe_open(recording: Any, original: Any, filename: Any, *_: Any, **__: Any)
     if (whole := recording.decoded(path)) is not None:
         recording.check_content(path)
         return LazySafeOpen(recording.open(path, lambda _: whole, whole.path))  # any shard stands for the whole
-    return LazySafeOpen(recording.open(path, SafetensorsFile))
+    return LazySafeOpen(recording.open(path, open_checkpoint if name.endswith(_TORCH) else SafetensorsFile))
 
 
 @_upstream.while_recording(_upstream.safetensors_loader, "__init__")
 def _list_tensors(recording: Any, original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Makes KerasHub look for the tensors of a quantized folder by their plain names, not by those of the index."""
+    """Makes KerasHub look for the tensors of a decoded or merged folder by their names, not by those of the index."""
     original(self, *args, **kwargs)
     if (index := self.safetensor_config) is None:
         return
@@ -584,7 +588,10 @@ def _list_tensors(recording: Any, original: Any, self: Any, *args: Any, **kwargs
 
 @_upstream.while_recording(_upstream.preset_utils, "get_file")
 def _get_file(recording: Any, original: Any, preset: Any, path: Any) -> Any:
-    return recording.remote.file(preset, path) if recording.remote.holds(preset) else original(preset, path)
+    if recording.remote.holds(preset):
+        return recording.remote.file(preset, path)
+    file = in_place_of(path, Path(preset)) if os.path.isdir(preset) else None
+    return original(preset, path) if file is None else str(file)
 
 
 # Files of whole models, `.keras` and legacy HDF5. Keras before 3.15 follows any link in a legacy file;

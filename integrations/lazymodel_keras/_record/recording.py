@@ -23,13 +23,13 @@ import jax
 import keras
 import numpy as np
 
-from lazymodel import CheckpointError, LazyModelError, LazyTensor
+from lazymodel import Adapter, Checkpoint, CheckpointError, LazyModelError, LazyTensor, merge
 from lazymodel._remote.path import Location, RemotePath
 from lazymodel._tensors.byte_reader import FileReader
 from lazymodel._tensors.casting import SAFE, UNSAFE, check_mode, converted, refusal
 from lazymodel._tensors.lazy import lazy
 from lazymodel._tensors.shards import MismatchedTensor, StoredTensor, misshapen, stored_tensors, unused_tensors, where
-from lazymodel.checkpoints._checkpoint import DecodedCheckpoint
+from lazymodel.checkpoints._open import content_files, open_located
 from lazymodel.checkpoints._verify import Verify, verify_files
 from lazymodel_keras import _upstream
 from lazymodel_keras._record.files import Leftovers, RemoteFiles, checkpoint_files, open_decoded
@@ -114,6 +114,7 @@ class LoadOptions:
     cast: str = SAFE
     verify: Verify = False
     storage_options: Mapping[str, Any] | None = None
+    adapter: Adapter | None = None
 
 
 class Recording:
@@ -165,7 +166,8 @@ class Recording:
         self.began = time.perf_counter()
         self._hashed: dict[str, FileReader] = {}  # by absolute path, in the state in which they were hashed
         self._rejected: LazyModelError | None = None
-        self._decoded: dict[str, DecodedCheckpoint | None] = {}  # by folder
+        self._decoded: dict[str, Checkpoint | None] = {}  # by folder
+        self.merged = False  # True once the adapter of the options was merged into a checkpoint
 
     def of(self, variable: Any) -> RecordedVariable | None:
         """Returns the record of a variable; None if it has none."""
@@ -204,12 +206,17 @@ class Recording:
             self.files[name] = OpenedFile(opener(where), Path(where) if isinstance(where, str) else where)
         return self.files[name]
 
-    def decoded(self, path: str | RemotePath) -> DecodedCheckpoint | None:
-        """The quantized checkpoint in the folder of a file, opened once; None if the folder is not quantized."""
+    def decoded(self, path: str | RemotePath) -> Checkpoint | None:
+        """The checkpoint in the folder of a file, opened once, if it is quantized or an adapter is merged into it;
+        otherwise None.
+        """
         folder = str((Path(path) if isinstance(path, str) else path).parent)
         if folder not in self._decoded:
             try:
-                self._decoded[folder] = open_decoded(path)
+                self._decoded[folder] = found = open_decoded(path)
+                if self.options.adapter is not None:
+                    self._decoded[folder] = merge(found or _whole(path), self.options.adapter)
+                    self.merged = True
             except CheckpointError as error:
                 self.refuse(error)  # converters probe, and catch errors
         return self._decoded[folder]
@@ -493,3 +500,10 @@ def _announce(recording: Recording, original: Any, *args: Any, **kwargs: Any) ->
     if recording.on_made is not None:
         recording.on_made()
     return original(*args, **kwargs)
+
+
+def _whole(path: str | RemotePath) -> Checkpoint:
+    """The checkpoint in the folder of a file; that of the file if it does not belong to it."""
+    where = Path(path) if isinstance(path, str) else path
+    checkpoint = open_located(where.parent)
+    return checkpoint if str(where) in content_files(checkpoint) else open_located(where)

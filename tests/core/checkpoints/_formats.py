@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import math
+import struct
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,74 @@ def hdf5(values: dict[str, np.ndarray], **options: Any) -> bytes:
     return stream.getvalue()
 
 
+class Opcodes(bytes):
+    """A value that is pickled already."""
+
+
+def pickled(value: Any) -> bytes:
+    """A value as instructions of protocol 2, as torch.save writes them but without a memo."""
+    match value:
+        case Opcodes():
+            return value
+        case None | True | False:
+            return {None: b"N", True: b"\x88", False: b"\x89"}[value]
+        case int():
+            return b"\x8a\x09" + value.to_bytes(9, "little", signed=True)
+        case float():
+            return b"G" + struct.pack(">d", value)
+        case str():
+            return b"X" + struct.pack("<I", len(text := value.encode())) + text
+        case tuple():
+            return b"(" + b"".join(map(pickled, value)) + b"t"
+        case list():
+            return b"](" + b"".join(map(pickled, value)) + b"e"
+        case _:
+            return b"}(" + b"".join(pickled(each) for item in value.items() for each in item) + b"u"
+
+
+def named(name: str) -> Opcodes:
+    """What `import` makes of a name, pickled."""
+    module, _, own = name.rpartition(".")
+    return Opcodes(f"c{module}\n{own}\n".encode())
+
+
+def called(name: str, *arguments: Any) -> Opcodes:
+    """What a function makes of arguments, pickled."""
+    return Opcodes(named(name) + pickled(arguments) + b"R")
+
+
+STORAGES = {"float32": "Float", "float16": "Half", "int32": "Int", "int64": "Long", "uint8": "Byte"}
+
+
+def torch_tensor(key: Any, dtype: str, count: int, offset: Any, shape: Any, strides: Any) -> Opcodes:
+    """A tensor of a storage, pickled; offset, shape and strides count elements."""
+    storage = Opcodes(pickled(("storage", named(f"torch.{STORAGES[dtype]}Storage"), key, "cpu", count)) + b"Q")
+    hooks = called("collections.OrderedDict")
+    return called("torch._utils._rebuild_tensor_v2", storage, offset, shape, strides, False, hooks)
+
+
+def torch_archive(content: Any, storages: dict[str, bytes]) -> bytes:
+    """A file of torch.save, from what is pickled in it and the bytes of its storages."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02" + pickled(content) + b".")
+        archive.writestr("archive/byteorder", b"little")
+        for key, data in storages.items():
+            archive.writestr(f"archive/data/{key}", data)
+        archive.writestr("archive/version", b"3\n")
+    return stream.getvalue()
+
+
+def torch_file(values: dict[str, np.ndarray]) -> bytes:
+    """A file of torch.save, without torch."""
+    tensors: dict[str, Any] = {}
+    for key, (name, value) in enumerate(values.items()):
+        strides = tuple(math.prod(value.shape[axis + 1 :]) for axis in range(value.ndim))
+        tensors[name] = torch_tensor(str(key), value.dtype.name, value.size, 0, value.shape, strides)
+    storages = {str(key): value.tobytes() for key, value in enumerate(values.values())}
+    return torch_archive(tensors, storages)
+
+
 def write(folder: Path) -> None:
     """A folder a format."""
     for path in FORMATS.values():
@@ -90,6 +159,13 @@ def write(folder: Path) -> None:
     np.save(folder / "npy" / "w.npy", WEIGHTS["a/vars/0"])
     (folder / "npy" / "inner").mkdir()
     np.save(folder / "npy" / "inner" / "w.npy", WEIGHTS["a/vars/0"])
+    (folder / "bin" / "pytorch_model.bin").write_bytes(torch_file(WEIGHTS))
+    for kind in ("bins", "numbered bins"):
+        for number, half in enumerate(HALF, 1):
+            (folder / kind / f"pytorch_model-{number:05}-of-00002.bin").write_bytes(torch_file(half))
+    shards = {name: f"pytorch_model-{n:05}-of-00002.bin" for n, half in enumerate(HALF, 1) for name in half}
+    (folder / "bins" / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": shards}))
+    (folder / "pt" / "m.pt").write_bytes(torch_file(WEIGHTS))
     blocks = {name: random_tensor(RNG, "Q4_0", 64, 512) for name in "abc"}
     (folder / "gguf" / "w.gguf").write_bytes(gguf_file({"tokens": ["a"] * 9999}, blocks))
     for name, content in split_files({}, blocks, 3).items():
@@ -121,6 +197,12 @@ FORMATS = {
     "packed": "packed/w.npz",
     "npy": "npy/w.npy",
     "npy folder": "npy",
+    "bin": "bin/pytorch_model.bin",
+    "bin folder": "bin",
+    "bins": "bins/pytorch_model.bin.index.json",
+    "bins folder": "bins",
+    "numbered bins": "numbered bins",
+    "pt folder": "pt",
     "gguf": "gguf/w.gguf",
     "split gguf": "split/m-00002-of-00003.gguf",
     "split gguf folder": "split",

@@ -171,7 +171,18 @@ def place(server: ObjectServer, dialect: str, path: str) -> tuple[str, dict[str,
     }[dialect]
 
 
-SOME = ("one", "index folder/", "numbered", "h5 folder", "packed", "npy folder", "split gguf folder", "odd")
+SOME = (
+    "one",
+    "index folder/",
+    "bins folder",
+    "numbered",
+    "h5 folder",
+    "packed",
+    "npy folder",
+    "split gguf folder",
+    "odd",
+)
+UNLISTED = ("numbered", "split gguf folder", "npy folder", "numbered bins", "pt folder")
 CASES = [(dialect, kind) for dialect in ("http", "gcs") for kind in FORMATS if kind not in ORBAX]
 CASES += [(dialect, kind) for dialect in ("hf", "azure") for kind in SOME]
 
@@ -182,7 +193,7 @@ def test_by_url(
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", object_server.hub)
     url, options = place(object_server, dialect, f"all/{FORMATS[kind]}")
-    if dialect == "http" and kind in ("numbered", "split gguf folder", "npy folder"):  # it does not list
+    if dialect == "http" and kind in UNLISTED:  # it does not list
         with pytest.raises(lm.CheckpointError, match="found no checkpoint"):
             lm.open_checkpoint(url)
         return

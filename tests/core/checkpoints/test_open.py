@@ -32,7 +32,7 @@ def test_nothing_there(tmp_path):
     ("name", "content", "hint"),
     [
         ("model.weights", b"\x80\x02}q\x00.", None),
-        ("pytorch_model.bin", b"PK\x03\x04", r"PyTorch.*safetensors\.torch\.save_file"),
+        ("__0_0.distcp", b"PK\x03\x04", r"torch\.distributed.*format_utils\.dcp_to_torch_save"),
         ("model.ckpt-1.index", b"", r"TensorFlow.*save_weights"),
         ("flax_model.msgpack", b"\x81", r"Flax.*msgpack_restore"),
         ("checkpoint_10", b"\x81", r"Flax.*msgpack_restore"),

@@ -1,0 +1,137 @@
+"""A matrix with a product of two narrow ones added while it is read, as a LoRA adapter changes a weight.
+
+Products are computed in blocks that always begin at the same places, so that a box has the same bits as in the whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Generator, Iterator, Sequence
+
+import numpy as np
+
+from lazymodel._tensors.boxes import Box, box_shape, coarse, fine, intersect, shift, whole_box
+from lazymodel._tensors.buffers import Steps, Workspace
+from lazymodel._tensors.decoded import DecodedTensor, Stored, cut
+from lazymodel._tensors.lazy import LazyTensor
+from lazymodel._tensors.tensor_source import Targets, View, fill
+
+_ROWS = 32  # of a block
+# Multiplications of a block: so few that OpenBLAS uses one thread. Its own threads wait for each other, which takes
+# several times as long on busy cores, as those of a load are.
+_MULTIPLICATIONS = 1 << 18
+_GROUP = 256 << 10  # numbers of blocks that are computed in one call
+
+
+class LowRankSum(DecodedTensor):
+    """`base + scale * left @ right`, of shape `(rows, columns)`, in float32 (in float64 if the base is).
+
+    `magnitude` is the norm of each row of the result, or of each column (`axis` 1); by default no norm is changed.
+    The factors are read once and kept until `release`.
+    """
+
+    def __init__(
+        self, base: View, left: View, right: View, scale: float, magnitude: View | None = None, axis: int = 0
+    ) -> None:
+        dtype = np.result_type(np.float32, base.dtype) if base.dtype.kind == "f" else np.dtype(np.float32)
+        self._factors = tuple(
+            LazyTensor(view.source, view.addresses, view.steps).astype(dtype) for view in (left, right)
+        )
+        super().__init__(base.shape, Stored(base, (1, 1)), dtype=dtype, scratch=3 * dtype.itemsize)
+        self._scale, self._axis = dtype.type(scale), axis
+        self._magnitude = magnitude
+        self.pieces += (*self._factors, *(() if magnitude is None else (magnitude,)))
+        self.min_scratch_nbytes += sum(factor.nbytes for factor in self._factors)
+        self.min_scratch_nbytes += _GROUP * (3 * dtype.itemsize + base.itemsize)
+        width = max(_MULTIPLICATIONS // (_ROWS * max(left.shape[1], 1)), 1)
+        self._block = _ROWS, min(max(1 << width.bit_length() - 1, 16), 512)
+        self.cuts = tuple(min(pair) for pair in zip(self._block, (extent or 1 for extent in base.shape), strict=True))
+        self._kept: tuple[np.ndarray, np.ndarray] | None = None
+        self._norms: np.ndarray | None = None  # what each row or column is multiplied with
+        self._guard = threading.Lock()
+
+    def reads(self, boxes: Sequence[Box]) -> Iterator[tuple[View, list[Box]]]:
+        for view in self.pieces[1:]:
+            yield view, [whole_box(view.shape)]
+        if self._magnitude is not None:
+            yield self.pieces[0], [whole_box(self.shape)]
+        yield from super().reads(boxes)
+
+    def release(self) -> None:
+        self._kept = self._norms = None
+        super().release()
+
+    def _fill(self, targets: Targets, steps: Steps, workspace: Workspace) -> None:
+        with self._guard:
+            if self._kept is None:
+                self._kept = _whole(self._factors[0], workspace), _whole(self._factors[1], workspace)
+            if self._magnitude is not None and self._norms is None:
+                self._norms = self._factor(self._magnitude, workspace)
+        super()._fill(targets, steps, workspace)
+
+    def _factor(self, magnitude: View, workspace: Workspace) -> np.ndarray:
+        """Reads all of the base once for the norms of the sum."""
+        squares = np.zeros(self.shape[self._axis], np.float64)
+        view = self.pieces[0]
+        # Tiles of a fixed size, so that sums do not depend on the available memory.
+        for tile in cut(whole_box(self.shape), _GROUP, self.cuts, self.along):
+            with workspace.array(box_shape(tile), view.dtype) as stored:
+                fill(view, [tile], [stored], workspace)
+                with self._sum(tile, stored, workspace) as values, np.errstate(all="ignore"):
+                    np.square(values, out=values)
+                    squares[tile[self._axis]] += values.sum(axis=1 - self._axis, dtype=np.float64)
+        with np.errstate(all="ignore"):  # a norm may be zero, as in PEFT
+            return _whole(magnitude, workspace).astype(self.dtype) / np.sqrt(squares).astype(self.dtype)
+
+    @contextlib.contextmanager
+    def _sum(self, tile: Box, stored: np.ndarray, workspace: Workspace) -> Generator[np.ndarray]:
+        assert self._kept is not None
+        left, right = self._kept
+        with np.errstate(all="ignore"), workspace.array(box_shape(tile), self.dtype) as values:  # as the file's values
+            np.copyto(values, stored, casting="unsafe")
+            for block in cut(fine(coarse(tile, self._block), self._block), _GROUP, self._block, (0, 1)):
+                group = intersect(block, whole_box(self.shape))
+                if group is None or (common := intersect(tile, group)) is None:
+                    continue
+                with workspace.array(box_shape(group), self.dtype) as product:
+                    self._multiply(left[group[0]], right[:, group[1]], product)
+                    np.multiply(product, self._scale, out=product)
+                    own = values[shift(common, tile)]
+                    np.add(own, product[shift(common, group)], out=own)
+            yield values
+
+    def _multiply(self, left: np.ndarray, right: np.ndarray, out: np.ndarray) -> None:
+        """Computes a product block by block; blocks at the end may be smaller."""
+        (rows, columns), rank = self._block, left.shape[1]
+        for down in _whole_and_rest(len(left), rows):
+            for along in _whole_and_rest(right.shape[1], columns):
+                one = left[down].reshape(-1, 1, min(rows, down.stop - down.start), rank)
+                width = min(columns, along.stop - along.start)
+                other = np.reshape(right[:, along], (rank, -1, width), copy=False).transpose(1, 0, 2)
+                found = np.reshape(out[down, along], (*one.shape[::2], -1, width), copy=False).transpose(0, 2, 1, 3)
+                np.matmul(one, other, out=found)
+
+    @contextlib.contextmanager
+    def decoded(
+        self, tile: Box, needed: Sequence[Box], arrays: Sequence[np.ndarray], steps: Steps, workspace: Workspace
+    ) -> Generator[tuple[np.ndarray, Steps]]:
+        with self._sum(tile, arrays[0], workspace) as values:
+            if self._norms is not None:
+                norms = self._norms[tile[self._axis]]
+                np.multiply(values, norms[:, None] if self._axis == 0 else norms, out=values)
+            yield values, steps
+
+
+def _whole(view: View, workspace: Workspace) -> np.ndarray:
+    values = np.empty(view.shape, view.dtype)
+    fill(view, [whole_box(view.shape)], [values], workspace)
+    return values
+
+
+def _whole_and_rest(count: int, size: int) -> Iterator[slice]:
+    """The part of a range that is whole blocks, and the rest."""
+    end = count // size * size
+    for part in (slice(0, end), slice(end, count)):
+        if part.start < part.stop:
+            yield part

@@ -1,0 +1,402 @@
+"""PyTorch's files as `torch.save` has written them since PyTorch 1.6, read without PyTorch; nothing in them is run.
+
+A file is a zip archive of members that are not compressed: `NAME/data.pkl`, a pickle of everything but the bytes of
+tensors, and `NAME/data/KEY`, the bytes of one storage, of which tensors are views by offset, shape and strides. The
+pickle is interpreted here, with the instructions that make dicts, lists, numbers and text, and a table of the names
+that tensors are made with; any other instruction or name is refused. Format: `torch/serialization.py`, `_save`.
+"""
+
+from __future__ import annotations
+
+import math
+import pickletools
+import reprlib
+import zipfile
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import ml_dtypes
+import numpy as np
+
+from lazymodel._errors import CheckpointError
+from lazymodel._remote.path import Location, RemoteFile, RemoteReader, source_of
+from lazymodel._show.text import listed
+from lazymodel._tensors.boxes import c_strides
+from lazymodel._tensors.byte_reader import ByteReader
+from lazymodel._tensors.lazy import LazyTensor
+from lazymodel._tensors.tensor_source import FileTensor
+from lazymodel.checkpoints._checkpoint import Checkpoint, TensorHeader
+from lazymodel.checkpoints._safetensors import short
+from lazymodel.checkpoints._untrusted import (
+    LOCAL_HEADER,
+    MAX_DIMENSIONS,
+    MAX_NBYTES,
+    TRUNCATED,
+    Window,
+    check_pointer,
+    corrupt,
+    counts,
+    mismatch,
+    stored_start,
+    zip_directory,
+)
+
+_MAX_PICKLE = 64 << 20  # bytes; a tensor takes about 200
+_MAX_DEPTH = 64  # of dicts and lists in each other
+_MAX_NAMES = 10  # characters of names for each byte of the pickle, which can refer to one list many times
+_HEADERS = 2000  # that are fetched together: fewer than the blocks of an object that are kept
+
+_CONVERT = (
+    'convert it where PyTorch is: `state = torch.load(path, weights_only=True, map_location="cpu")`, then '
+    '`safetensors.torch.save_file(state, "model.safetensors")`'
+)
+_TRUST = (
+    "if you trust the file, convert it where PyTorch is: "
+    '`state = torch.load(path, weights_only=False, map_location="cpu")`, then '
+    '`safetensors.torch.save_file(state, "model.safetensors")` with the dict of tensors in it'
+)
+
+_DTYPES: dict[str, np.dtype[Any]] = {
+    f"torch.{name}": np.dtype(getattr(ml_dtypes, name))
+    if hasattr(ml_dtypes, name)
+    else np.dtype(name).newbyteorder("<")
+    for name in (
+        *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "complex64", "complex128"),
+        *("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz"),
+        *("float8_e5m2fnuz", "float8_e8m0fnu"),
+    )
+}
+_CLASSES = {
+    "Bool": "bool", "Byte": "uint8", "Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64",
+    "Half": "float16", "BFloat16": "bfloat16", "Float": "float32", "Double": "float64", "ComplexFloat": "complex64",
+    "ComplexDouble": "complex128", "Untyped": "uint8",
+}  # fmt: skip
+_STORAGES = {f"torch.{name}Storage": _DTYPES[f"torch.{dtype}"] for name, dtype in _CLASSES.items()}
+_STORAGES["torch.storage.UntypedStorage"] = _DTYPES["torch.uint8"]
+# How tensors are made → whether their dtype is another than the storage's, and comes after the other arguments.
+_REBUILD = {"torch._utils._rebuild_tensor_v2": False, "torch._utils._rebuild_tensor_v3": True}
+_PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
+_ORDERED, _VALUES = "collections.OrderedDict", ("torch.Size", "torch.device")
+_KNOWN = {*_DTYPES, *_STORAGES, *_REBUILD, *_PARAMETERS, _ORDERED, *_VALUES}
+
+
+class _Name(str):
+    """A name that a pickle would import. Nothing is."""
+
+
+class _Storage(NamedTuple):
+    key: str
+    dtype: np.dtype[Any]
+    nbytes: int
+
+
+class _Tensor(NamedTuple):
+    """A tensor as a pickle describes it; offset, shape and strides, in elements, are not checked yet."""
+
+    storage: _Storage
+    dtype: np.dtype[Any]
+    offset: Any
+    shape: Any
+    strides: Any
+
+
+class _Place(NamedTuple):
+    """A checked tensor: its first byte in the file, its shape, and its strides in bytes."""
+
+    dtype: np.dtype[Any]
+    begin: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class PyTorchFile(Checkpoint):
+    """One file of `torch.save`: name → tensor. Opening reads the archive's directory and the pickle.
+
+    Dicts and lists in each other become names: `{"model": {"w": …}, "ema": [a, b]}` has `model.w`, `ema.0` and `ema.1`.
+    What is no tensor (numbers, text, None) is left out. A tensor alone is named as the file is. Tensors that share
+    their bytes are as many tensors here, at the same place of the file.
+
+    Raises:
+        CheckpointError: The file is missing, truncated, a Git LFS pointer, older than PyTorch 1.6, big-endian, has
+            compressed or encrypted members, a name that no tensor is made with, or a tensor that exceeds its storage.
+    """
+
+    format = "pytorch"
+
+    def __init__(self, path: Location) -> None:
+        if not (head := check_pointer(path)).startswith(b"PK"):
+            pickled = head.startswith(b"\x80")
+            found = "a pickle alone, as before that" if pickled else f"{head[:8]!r} as its first bytes"
+            raise mismatch(path, "the zip archive that torch.save writes since PyTorch 1.6", found, _CONVERT)
+        self.source = source_of(path)
+        members, root = _members(self.source, path)
+        if members.get(f"{root}byteorder") and _read(self.source, path, members[f"{root}byteorder"]) != b"little":
+            raise mismatch(path, "little-endian values", "big-endian ones", _CONVERT)
+        pickle = _read(self.source, path, members[f"{root}data.pkl"])
+        with corrupt(f"{path}: expected a pickle of tensors, found a corrupt one"):
+            found = _flat(str(path), path.name.rpartition(".")[0], _Interpreter(str(path)).run(pickle), len(pickle))
+        starts = _starts(self.source, path, members, root, {each.storage: None for each in found.values()})
+        self._places = {
+            name: _place(f"{path}: tensor {short(name)!r}", tensor, starts) for name, tensor in found.items()
+        }
+        super().__init__(path, cast("dict[str, Any]", self._places), [self.source])
+
+    def _tensor(self, name: str) -> LazyTensor:
+        dtype, begin, shape, strides = self._places[name]
+        if list(strides) == c_strides(shape, dtype.itemsize):
+            return LazyTensor(FileTensor(name, self.source, begin, shape, dtype))
+        count = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) // dtype.itemsize
+        stored = LazyTensor(FileTensor(name, self.source, begin, (count,), dtype))
+        return stored.at(np.lib.stride_tricks.as_strided(stored.addresses, shape, strides, subok=True))
+
+    def describe(self, name: str) -> TensorHeader:
+        dtype, begin, shape, strides = self._places[name]
+        offset = begin if list(strides) == c_strides(shape, dtype.itemsize) else None
+        return TensorHeader(dtype, shape, math.prod(shape) * dtype.itemsize, self.path, None, offset)
+
+
+def model_weights(folder: Location) -> Sequence[Location]:
+    """The files of a Hugging Face folder whose weights are PyTorch's: an index, the only file, or numbered ones."""
+    for name in ("pytorch_model.bin.index.json", "pytorch_model.bin"):
+        if (folder / name).exists():
+            return [folder / name]
+    return sorted(folder.glob("pytorch_model-*-of-*.bin"))
+
+
+def in_place_of(name: str, folder: Location) -> Location | None:
+    """PyTorch's file, or index of such, that a folder has in place of `model.safetensors`; None for other names."""
+    files = model_weights(folder) if name == "model.safetensors" and not (folder / name).exists() else []
+    return files[0] if len(files) == 1 else None
+
+
+def pytorch_files(folder: Location) -> Sequence[Location]:
+    """The files of a folder that are PyTorch's by their names: those of a model, or the only one."""
+    if files := model_weights(folder):
+        return files
+    indexes = sorted(folder.glob("*.bin.index.json"))
+    files = indexes or sorted(file for suffix in ("bin", "pt", "pth", "ckpt") for file in folder.glob(f"*.{suffix}"))
+    if len(files) > 1:
+        names = listed([file.name for file in files])
+        raise CheckpointError(f"{folder} has {len(files)} files of PyTorch's; open one of {names}")
+    return files
+
+
+def _members(source: ByteReader, path: Location) -> tuple[dict[str, zipfile.ZipInfo], str]:
+    """Name → member of the archive, and the folder in it that has everything."""
+    members: dict[str, zipfile.ZipInfo] = {}
+    for info in zip_directory(source, path, "PyTorch"):
+        if members.setdefault(info.filename, info) is not info:
+            raise mismatch(path, "each member of the archive once", f"{short(info.filename)!r} twice")
+    pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
+    if len(pickles) != 1:
+        found = listed([repr(short(name)) for name in sorted(members)])
+        raise mismatch(path, "one data.pkl in the archive, as torch.save writes it", found, _CONVERT)
+    return members, pickles[0].removesuffix("data.pkl")
+
+
+def _read(source: ByteReader, path: Location, info: zipfile.ZipInfo) -> bytes:
+    start = stored_start(path, info, "PyTorch", _CONVERT)
+    if info.file_size > _MAX_PICKLE:
+        raise mismatch(path, f"at most {_MAX_PICKLE} bytes of {info.filename}", info.file_size)
+    with Window(source, start, info.file_size) as window:
+        return window.read() or b""
+
+
+def _starts(
+    source: ByteReader,
+    path: Location,
+    members: Mapping[str, zipfile.ZipInfo],
+    root: str,
+    storages: Mapping[_Storage, Any],
+) -> dict[str, int]:
+    """Key → first byte of each storage, all of which must be there and have the right size."""
+    starts: dict[str, int] = {}
+    needed = list(storages)
+    for first in range(0, len(needed), _HEADERS):
+        some = needed[first : first + _HEADERS]
+        infos = [members.get(f"{root}data/{storage.key}") for storage in some]
+        if isinstance(source, RemoteReader):
+            headers = [(info.header_offset, info.header_offset + LOCAL_HEADER) for info in infos if info]
+            with RemoteFile(source.store, source.key) as remote:
+                inside = (span for span in sorted(headers) if span[0] >= 0 and span[1] <= source.size)
+                if wanted := [span for span in inside if remote.kept(*span) is None]:
+                    remote.fetch_ahead(wanted)
+        for storage, info in zip(some, infos, strict=True):
+            what = f"{root}data/{short(storage.key)}"
+            if info is None:
+                raise mismatch(path, f"{what} in the archive", "none", TRUNCATED)
+            starts[storage.key] = stored_start(path, info, "PyTorch", _CONVERT)
+            if info.file_size != storage.nbytes:
+                raise mismatch(path, f"{storage.nbytes} bytes of {what}", info.file_size, TRUNCATED)
+    return starts
+
+
+def _place(what: str, tensor: _Tensor, starts: Mapping[str, int]) -> _Place:
+    """Where a tensor is, after every check of it."""
+    storage, dtype, offset, *both = tensor
+    shape, strides = (
+        counts(each) if isinstance(each, tuple) and len(each) <= MAX_DIMENSIONS else None for each in both
+    )
+    first = counts((offset,))
+    if shape is None or strides is None or first is None or len(shape) != len(strides):
+        found = reprlib.repr((offset, *both))
+        raise mismatch(what, f"an offset, at most {MAX_DIMENSIONS} extents and as many strides", found)
+    if math.prod(max(extent, 1) for extent in shape) * dtype.itemsize >= MAX_NBYTES:
+        raise mismatch(what, f"a shape of less than {MAX_NBYTES} bytes", reprlib.repr(shape))
+    plain = tuple(c_strides(shape, dtype.itemsize))
+    if not math.prod(shape):
+        return _Place(dtype, starts[storage.key], shape, plain)
+    end = first[0] + 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
+    if end * dtype.itemsize > storage.nbytes:
+        raise mismatch(
+            what, f"it within the {storage.nbytes} bytes of its storage", f"it up to byte {end * dtype.itemsize}"
+        )
+    begin = starts[storage.key] + first[0] * dtype.itemsize
+    # Nothing depends on the stride of a single element.
+    steps = (plain[axis] if shape[axis] == 1 else stride * dtype.itemsize for axis, stride in enumerate(strides))
+    return _Place(dtype, begin, shape, tuple(steps))
+
+
+def _flat(path: str, stem: str, content: Any, nbytes: int) -> dict[str, _Tensor]:
+    """Name → tensor in dicts and lists in each other, as many as a pickle of so many bytes can name."""
+    found: dict[str, _Tensor] = {}
+    left = 1_000_000 + _MAX_NAMES * nbytes
+
+    def visit(name: str | None, value: Any, depth: int) -> None:
+        nonlocal left
+        left -= 1 + len(name or "")
+        if depth > _MAX_DEPTH or left < 0:
+            expected = f"dicts and lists at most {_MAX_DEPTH} deep, and not one of them everywhere"
+            raise mismatch(path, expected, f"more at {short(name or '')!r}")
+        if isinstance(value, _Tensor):
+            name = stem if name is None else name
+            if name in found:
+                raise mismatch(path, "each name once", f"two tensors named {short(name)!r}", _CONVERT)
+            found[name] = value
+        elif isinstance(value, dict):
+            for key, each in cast("dict[str, Any]", value).items():
+                visit(key if name is None else f"{name}.{key}", each, depth + 1)
+        elif isinstance(value, list | tuple):
+            values = cast("Sequence[Any]", value)
+            left -= len(values)
+            for number, each in enumerate(values):
+                if isinstance(each, dict | list | tuple):  # numbers can be many
+                    visit(str(number) if name is None else f"{name}.{number}", each, depth + 1)
+
+    visit(None, content, 0)
+    return found
+
+
+_PUSHED = {
+    *("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"),
+    *("SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "BYTEARRAY8"),
+}
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+
+
+class _Interpreter:
+    """Carries out a pickle's instructions on a stack, as Python does, but only those that make values.
+
+    They are those of protocol 2, which torch.save uses, to 5. A dict has text as keys; `_Tensor`s are among the values.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: dict[int, Any] = {}
+
+    def run(self, data: bytes) -> Any:
+        """What a pickle holds."""
+        stack, memo = self.stack, self.memo
+        for opcode, argument, _ in pickletools.genops(data):
+            code = opcode.name
+            if code in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
+                memo[len(memo) if code == "MEMOIZE" else cast(int, argument)] = stack[-1]
+            elif code in _PUSHED:
+                stack.append(argument)
+            elif code in _CONSTANTS:
+                stack.append(_CONSTANTS[code])
+            elif code in ("BINGET", "LONG_BINGET"):
+                stack.append(memo[cast(int, argument)])
+            elif code == "MARK":
+                self.marks.append(len(stack))
+            elif code not in ("PROTO", "FRAME", "STOP"):
+                self._step(code, argument)
+        return stack.pop()
+
+    def _step(self, code: str, argument: Any) -> None:
+        """Carries out an instruction that makes a value of others, or changes one."""
+        stack = self.stack
+        match code:
+            case "EMPTY_DICT":
+                stack.append({})
+            case "EMPTY_LIST" | "EMPTY_SET":
+                stack.append([])
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                count = _TUPLES[code]
+                stack[-count:] = [tuple(stack[-count:])]
+            case "TUPLE" | "FROZENSET":
+                stack.append(tuple(self._since_mark()))
+            case "APPEND" | "APPENDS" | "ADDITEMS":
+                values = [stack.pop()] if code == "APPEND" else self._since_mark()
+                stack[-1].extend(values)
+            case "SETITEM" | "SETITEMS":
+                pairs = [stack.pop(-2), stack.pop()] if code == "SETITEM" else self._since_mark()
+                self._set_items(stack[-1], pairs)
+            case "GLOBAL" | "STACK_GLOBAL":
+                name = argument.replace(" ", ".") if code == "GLOBAL" else f"{stack.pop(-2)}.{stack.pop()}"
+                if name not in _KNOWN:
+                    found = f"{short(name)!r}, which loading it would import"
+                    raise mismatch(self.path, "tensors, numbers and text in dicts and lists", found, _TRUST)
+                stack.append(_Name(name))
+            case "REDUCE":
+                arguments = stack.pop()
+                stack[-1] = self._made(stack[-1], arguments)
+            case "BUILD":  # attributes, such as the versions of modules that a state_dict has
+                stack.pop()
+            case "BINPERSID":
+                stack[-1] = self._storage(stack[-1])
+            case _:
+                raise mismatch(self.path, "a pickle of tensors, numbers and text", f"its instruction {code}", _TRUST)
+
+    def _since_mark(self) -> list[Any]:
+        mark = self.marks.pop()
+        values = self.stack[mark:]
+        del self.stack[mark:]
+        return values
+
+    def _set_items(self, target: Any, pairs: Sequence[Any]) -> None:
+        for key, value in zip(pairs[::2], pairs[1::2], strict=True):
+            if not isinstance(key, str | int):
+                raise mismatch(self.path, "text or ints as keys", reprlib.repr(type(key)), _CONVERT)
+            if (text := str(key)) in target:
+                raise mismatch(self.path, "each key of a dict once", f"{short(text)!r} twice", _CONVERT)
+            target[text] = value
+
+    def _made(self, name: Any, arguments: Any) -> Any:
+        """What calling a name with arguments makes."""
+        if isinstance(name, _Name) and isinstance(arguments, tuple):
+            values = cast("Sequence[Any]", arguments)
+            if name == _ORDERED and not values:
+                return {}
+            if name in _VALUES:
+                return None
+            if name in _REBUILD and len(values) >= 6 and isinstance(values[0], _Storage):
+                own_dtype = _REBUILD[name]
+                if any(values[6 + own_dtype :]):
+                    found = "a tensor that is conjugated or negated when it is read"
+                    raise mismatch(self.path, "values as they are stored", found, _CONVERT)
+                return _Tensor(values[0], _DTYPES[values[6]] if own_dtype else values[0].dtype, *values[1:4])
+            if name in _PARAMETERS and isinstance(values[0], _Tensor):
+                return values[0]
+        found = f"{short(str(name))!r} made of {reprlib.repr(arguments)}"
+        raise mismatch(self.path, "tensors made of storages", found)
+
+    def _storage(self, described: Any) -> _Storage:
+        """What a persistent id describes: ("storage", its class, its key, the device that it was on, its elements)."""
+        kind, name, key, _, count = described
+        if kind != "storage" or not isinstance(name, _Name) or not isinstance(key, str) or counts((count,)) is None:
+            raise mismatch(self.path, "the id of a storage", reprlib.repr(described))
+        return _Storage(key, _STORAGES[name], count * _STORAGES[name].itemsize)
