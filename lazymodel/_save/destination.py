@@ -188,6 +188,8 @@ def replace_shards(
     old: Sequence[str],
     other: Callable[[str, int], str],
     link: Callable[[Path, Path], object],
+    *,
+    needs_names: bool = False,
 ) -> str:
     """Puts an index and its shards, all that there is in `stage.new`, in the place of old files.
 
@@ -200,6 +202,8 @@ def replace_shards(
         old: Names of the files to remove, the index among them.
         other: Returns another name for a shard; the number differs from attempt to attempt.
         link: Gives a file another name.
+        needs_names: True if readers open files of the usual names even if the index has others: old files that have
+            them then stay until they are replaced.
 
     Returns:
         Why the shards that count have other names than in `stage.new`; empty if they do not.
@@ -223,10 +227,11 @@ def replace_shards(
             for name, another in zip(names, free, strict=True):
                 os.rename(stage.new / name, stage.new / another)
             (stage.new / index).write_text(_renamed(text, dict(zip(names, free, strict=True))), encoding="utf-8")
-        stage.replace_files(free, index, [name for name in old if name != index])
+        kept = {*names} & {*old} if needs_names and free != names else set[str]()
+        stage.replace_files(free, index, [name for name in old if name != index and name not in kept])
     if free == names:
         return ""
-    if stage.unfinished or in_use(names):
+    if stage.unfinished or in_use([name for name in names if name not in kept]):
         return "files of these names are there still"
     try:
         with writing(stage.destination):

@@ -88,7 +88,7 @@ def replace_keras_shards(stage: Staging, index: str) -> None:
         assert match is not None, name
         return f"{base}_{attempt * 10**5 + int(match[1])}.weights.h5"
 
-    if error := replace_shards(stage, index, old, other, _link):
+    if error := replace_shards(stage, index, old, other, _link, needs_names=True):
         where = stage.destination / index
         warn(f"{where} is saved, under names of shards that Keras does not look for. Save once more: {error}")
 
