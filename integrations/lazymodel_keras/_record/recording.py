@@ -12,6 +12,7 @@ import functools
 import gc
 import os
 import sys
+import threading
 import time
 import weakref
 from collections import ChainMap
@@ -395,6 +396,10 @@ def recording_problem() -> str:
     return ""
 
 
+_freezing = threading.Lock()  # held while `quick_collections` is at work in any thread
+_frozen_elsewhere = threading.Event()
+
+
 @contextlib.contextmanager
 def quick_collections() -> Generator[None]:
     """Keeps the garbage collector from checking objects that exist already.
@@ -402,14 +407,23 @@ def quick_collections() -> Generator[None]:
     Keras also collects garbage whenever a layer releases a variable, to free its memory at once: half a second for each
     layer of a large program. Abstract variables have no memory.
     """
-    if gc.get_freeze_count():
-        yield  # frozen by other code, which we must not undo
-        return
-    gc.freeze()
-    try:
+    if not _freezing.acquire(blocking=False):
         yield
+        return
+    try:
+        # Python counts them one by one, a quarter of a second for millions: so only until there are some.
+        if not _frozen_elsewhere.is_set() and gc.get_freeze_count():
+            _frozen_elsewhere.set()
+        if _frozen_elsewhere.is_set():
+            yield  # frozen by other code, which we must not undo
+            return
+        gc.freeze()
+        try:
+            yield
+        finally:
+            gc.unfreeze()
     finally:
-        gc.unfreeze()
+        _freezing.release()
 
 
 @contextlib.contextmanager
