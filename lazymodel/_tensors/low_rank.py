@@ -89,7 +89,8 @@ class LowRankSum(DecodedTensor):
         assert self._kept is not None
         left, right = self._kept
         outer = self._blocks(tile)
-        with np.errstate(all="ignore"), workspace.array(box_shape(outer), self.dtype) as product:  # as the file's values
+        # Numbers of a file may overflow.
+        with np.errstate(all="ignore"), workspace.array(box_shape(outer), self.dtype) as product:
             self._multiply(left[outer[0]], right[:, outer[1]], product)
             values = product[shift(tile, outer)]
             if self._scale != 1:
