@@ -267,7 +267,6 @@ def test_a_model_with_its_optimizer_and_an_abstract_one(tmp_path: Path) -> None:
     assert initial.scales == {"up": 1.0} and not np.any(initial.source["base_model.model.up.lora_B.weight"])
     base = {"up.weight": np.ones((64, HIDDEN), "float32")}
     pairs = weights.adapters(base, initial, abstract)
-    assert abstract.plan(pairs).fits is not False
     trained = abstract.materialize(pairs, initialize="missing")
     module, optimizer = trained
     gradients = nnx.grad(lambda module: jnp.sum(module(jnp.ones((2, HIDDEN)))))(module)

@@ -86,9 +86,8 @@ def test_adapters_are_kept_in_the_pairs_that_qwix_adds(
     mapping: lm.WeightMap, shapes: dict[str, tuple[int, ...]], tmp_path: Path
 ) -> None:
     rng, rank = np.random.default_rng(0), 6
-    checkpoint = {name: np.asarray(array) for name, array in mapping.write(
-        {path: rng.random(shape).astype("float32") for path, shape in shapes.items()}
-    ).items()}  # fmt: skip
+    arrays: dict[str, Any] = {path: rng.random(shape).astype("float32") for path, shape in shapes.items()}
+    checkpoint = {name: np.asarray(array) for name, array in mapping.write(arrays).items()}
     pairs: dict[str, Any] = {}
     for name, weight in checkpoint.items():
         if "_proj" in name:  # keys and values are one variable of Gemma, with the rank of both
@@ -103,8 +102,8 @@ def test_adapters_are_kept_in_the_pairs_that_qwix_adds(
         tuned[f"{path}_lora_a"] = (*(shapes[path][axis] for axis in axes), rank)
         tuned[f"{path}_lora_b"] = (rank, *(size for axis, size in enumerate(shapes[path]) if axis not in axes))
     abstract, base = (
-        lm.build_abstract(lambda of=of: {path: jnp.zeros(shape) for path, shape in of.items()})
-        for of in (tuned, shapes)
+        lm.build_abstract(lambda each=each: {path: jnp.zeros(shape) for path, shape in each.items()})
+        for each in (tuned, shapes)
     )
     merged = base.materialize(lm.map_checkpoint(lm.merge(checkpoint, adapter), mapping, base))
     model = abstract.materialize(mapping.adapters(checkpoint, adapter, abstract, scale=1.0), initialize="missing")
