@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from lazymodel._abstract.pairs import LoraPair, named_pairs
 from lazymodel._abstract.variable import AbstractVariable, on_device, path_text
 from lazymodel._errors import LazyModelError
 from lazymodel._programs.programs import InitRecipe, ProgramCache
@@ -198,6 +199,10 @@ class Framework:
         """The model's own forward pass (`what="forward"`) or loss (`"train"`), if the framework provides one."""
         return None
 
+    def lora_pairs(self, variables: Mapping[str, AbstractVariable]) -> list[LoraPair]:
+        """The LoRA pairs among the model's variables."""
+        return named_pairs({path: variable.shape for path, variable in variables.items()})
+
     def quantize(self, model: Any, how: Any, filters: Any) -> Any:
         """The quantized model; see `AbstractModel.quantize`."""
         _refuse(model, "quantized", "quantize='int8'")
@@ -291,6 +296,9 @@ class ModelSpec(Mapping[str, AbstractVariable]):
             return self.variables[path]
         except KeyError:
             raise KeyError(f"{path!r} is not a variable of {self.name}{closest(str(path), self.variables)}") from None
+
+    def __contains__(self, path: object) -> bool:
+        return path in self.variables  # without the closest names that an error would have
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.variables)

@@ -48,7 +48,8 @@ def refuse_adapter(names: Iterable[str], what: str) -> None:
         raise CheckpointError(
             f"{what} has {len(found)} tensors of a LoRA adapter: {listed(map(repr, found))}. They add to a weight "
             "lora_alpha / r times their product, and neither number is among the tensors. Merge the adapter into the "
-            "base model's checkpoint first: lm.merge(checkpoint, lm.open_adapter(folder))"
+            "base model's checkpoint first: lm.merge(checkpoint, lm.open_adapter(folder)); or keep its pairs, if the "
+            "model has some: WeightMap.adapters"
         )
 
 
@@ -273,6 +274,16 @@ def initial_values(model: ModelSpec, recipe: InitRecipe) -> dict[str, LazyTensor
         return {path: LazyTensor(_ChunkedInitial(path, model[path], chunks))}
     whole = _Whole(recipe, model.programs, sum(model[path].nbytes for path in recipe.paths))
     return {path: LazyTensor(_WholeInitial(model[path], whole)) for path in recipe.paths}
+
+
+def initial_value(model: ModelSpec, path: str) -> LazyTensor:
+    """The value of one variable with which the model was built."""
+    if path in model.sources:
+        return lazy(model.sources[path], path)
+    for recipe in model.recipes:
+        if path in recipe.paths:
+            return initial_values(model, recipe.restricted_to([path]))[path]
+    raise LazyModelError(f"{path!r} is computed from the values of other variables, of which none is kept")
 
 
 def read_as(variable: AbstractVariable, source: Any, choice: LoadPlan) -> Any:
