@@ -178,15 +178,20 @@ class WeightMap:
 
         `one_way` of the report is the reason why a model cannot be saved with the table, if it cannot.
         """
-        report = self.apply(given_checkpoint(checkpoint), _abstract(abstract))[1]
+        checkpoint, abstract = given_checkpoint(checkpoint), _abstract(abstract)
+        report = self.apply(checkpoint, abstract)[1]
         if not report.ok:
             return report
         stored = {path: variable.stored for path, variable in abstract.items()}
         empty = {path: np.broadcast_to(np.zeros((), dtype), shape) for path, (shape, dtype) in stored.items()}
         try:
-            self.write({path: lazy(array, path) for path, array in empty.items()})
+            written = self.write({path: lazy(array, path) for path, array in empty.items()})
         except LazyModelError as error:
             return dataclasses.replace(report, one_way=str(error))
+        for name, tensor in written.items():  # such as a stack of which the model has only some layers
+            if name in checkpoint and (shape := np.shape(checkpoint[name])) != tensor.shape:
+                one_way = f"{name!r} would be written as {list(tensor.shape)}, the checkpoint has {list(shape)}"
+                return dataclasses.replace(report, one_way=one_way)
         return report
 
     def write(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,13 +211,9 @@ class WeightMap:
             ((_, source, captures),) = found
             if source is None or source.read_only:
                 continue
-            parts.path = path
-            try:
+            with parts.writing(path, source, np.shape(array)):
                 write_entry(source, array, captures, parts)
-            except (ValueError, IndexError) as error:
-                shape = list(np.shape(array))
-                raise LazyModelError(f"{path!r}, shape {shape}, cannot be written as {source}: {error}") from error
-        parts.check_complete()
+        parts.complete()
         return parts.finished
 
     def adapters(
