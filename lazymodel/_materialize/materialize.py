@@ -189,7 +189,7 @@ def stream(
 
 
 class _Load:
-    """What is loaded and initialized, and how: `items` are read, those with `exchanges` in parts; `moves` are copies."""
+    """What is loaded and initialized, and how: `items` are read, those with `exchanges` in parts, `moves` copied."""
 
     def __init__(
         self,
