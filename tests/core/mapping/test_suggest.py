@@ -169,7 +169,7 @@ def test_a_table_between_two_models() -> None:
     live = lm.build_abstract(unstacked).materialize(lm.map_checkpoint(trainer, table, sampler))
     assert live["layers"][2]["attention"]["value"][0, 15] == 31
     back = WeightMap.suggest(live, trainer)
-    assert "stack('layer')" in str(back) and back.check(live, trainer).unmapped.keys() == report.ignored.keys()
+    assert '.stack("layer")' in str(back) and back.check(live, trainer).unmapped.keys() == report.ignored.keys()
 
 
 def test_what_shapes_leave_open_is_told() -> None:
