@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, cast
 
@@ -389,10 +389,10 @@ def unstacked(source: From, captures: Captures, shape: Shape) -> Iterator[tuple[
         yield {axis: number for (axis, _), number in zip(stacks, index, strict=True)}, inner, captures | numbers
 
 
-def view_of_ones(source: From, shape: Shape) -> tuple[LazyTensor, Shape]:
-    """A variable of this shape as a view of ones in the place of its tensors, joined; and their shape.
+def variable_of(source: From, shape: Shape, fill: Callable[[Shape], LazyTensor]) -> tuple[LazyTensor, Shape]:
+    """The variable of this shape that an entry makes of something else than its tensors, and the shape of these.
 
-    Raises ValueError if the entry stacks tensors, or the shape of these is unknown.
+    `fill` makes it from that shape. Raises ValueError if the entry stacks tensors, or their shape is unknown.
     """
     if any(isinstance(step, Stack | Take) for step in source._steps):
         raise ValueError("it stacks tensors before other steps, or takes a layer of a stacked tensor")
@@ -401,7 +401,7 @@ def view_of_ones(source: From, shape: Shape) -> tuple[LazyTensor, Shape]:
         if (before := _shape_before(step, shapes[0])) is None:
             raise ValueError(f"{step} does not give {list(shapes[0])}")
         shapes.insert(0, before)
-    values: Any = lazy(np.broadcast_to(np.ones(()), shapes[0]), source.names[0])
+    values: Any = fill(shapes[0])
     for step, after in zip(source._steps, shapes[1:], strict=True):
         assert not isinstance(step, Stack | Take)
         values = step.apply(values, after) if isinstance(step, Rearrange) else step.apply(values)
