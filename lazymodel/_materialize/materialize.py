@@ -210,8 +210,9 @@ class _Load:
         self.items = [parts.get(item.path, item) for item in items]
 
     def details(self) -> Iterator[str]:
-        """The programs that exchange parts, in order: the same in all processes."""
-        return (f"exchange {path} {exchange.partition}" for path, exchange in self.exchanges.items())
+        """The programs that copy arrays or exchange parts, in order: the same in all processes."""
+        yield from (f"copy {move.path} {move.source.sharding}" for move in self.moves)
+        yield from (f"exchange {path} {exchange.partition}" for path, exchange in self.exchanges.items())
 
 
 def _make_arrays(
