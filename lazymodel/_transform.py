@@ -30,13 +30,19 @@ from lazymodel._abstract.variable import OPTIMIZER, AbstractVariable, Template, 
 from lazymodel._errors import LazyModelError, TraceError
 from lazymodel._programs.jaxprs import is_key, key_data
 from lazymodel._programs.programs import InitRecipe, given_recipe
-from lazymodel._sharding.shard import follow
+from lazymodel._sharding.follow import follow
 from lazymodel._show.text import closest
 from lazymodel._trace.errors import on_host
 from lazymodel._trace.function import flattened, trace_function
 
 
-def quantize(model: AnyModel, how: Any, filters: str | Sequence[str] | Callable[[Any], bool] | None = None) -> AnyModel:
+def quantize(
+    model: AnyModel,
+    how: Any,
+    filters: str | Sequence[str] | Callable[[Any], bool] | None = None,
+    *,
+    inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
+) -> AnyModel:
     """The quantized model: a kernel is quantized while it is read, and never exists whole in floating point.
 
     For Keras models without other changes: before `lora`, `shard`, `with_optimizer`, `reinitialize`. The materialized
@@ -58,10 +64,16 @@ def quantize(model: AnyModel, how: Any, filters: str | Sequence[str] | Callable[
         True
     """
     _refuse_optimizer(model, "quantize")
-    return model.framework.quantize(model, how, filters)
+    return model.framework.quantize(model, how, filters, inputs)
 
 
-def lora(model: AnyModel, rank: int, targets: str | None = None) -> AnyModel:
+def lora(
+    model: AnyModel,
+    rank: Any,
+    targets: str | None = None,
+    *,
+    inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
+) -> AnyModel:
     """The model with LoRA pairs, initialized on their devices and split like their kernels unless a rule matches them.
 
     For Keras models, like `model.backbone.enable_lora(rank)` after loading: only the pairs are trained.
@@ -82,7 +94,7 @@ def lora(model: AnyModel, rank: int, targets: str | None = None) -> AnyModel:
         [(2, 16, 4), (4, 8)]
     """
     _refuse_optimizer(model, "lora")
-    return model.framework.lora(model, rank, targets)
+    return model.framework.lora(model, rank, targets, inputs)
 
 
 def _refuse_optimizer(model: ModelSpec, step: str) -> None:

@@ -129,6 +129,9 @@ class AbstractVariable:
             another array of lower precision the result has that precision. Loaded or initialized, it has this type,
             like an array after `parameter[...] = loaded`.
         on_host: True if it is a NumPy array, and is returned as one unless its sharding splits it over devices.
+        weight: For what belongs to a weight and knows it, such as a LoRA pair of Qwix: the weight's path, and for each
+            dimension the corresponding one of the weight, or None.
+
     Example:
         >>> sharded["up/kernel"]
         AbstractVariable('up/kernel', float32[64, 256], P(None, 'model'), normal)
@@ -148,6 +151,7 @@ class AbstractVariable:
     follows: str | None = None
     weak_type: bool = False
     on_host: bool = False
+    weight: tuple[str, tuple[int | None, ...]] | None = None
 
     @property
     def size(self) -> int:

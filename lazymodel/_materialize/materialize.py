@@ -116,15 +116,17 @@ def materialize(
     (model, compiles), matching = prepared(model, compile, timeline), time.perf_counter()
     require_live(model.variables)
     model.framework.check_placed(model.variables)
-    shardings, assigned = device_shardings(model.variables), [variable.sharding for variable in model.values()]
+    assigned = [variable.sharding for variable in model.values()]
     # Before the first program runs: a program that only some processes run could wait forever for the others.
     with agreement(assigned) as stage:
         deliver = delivery(report)
         checkpoint = flat_checkpoint(checkpoint)
-        choice = resolve_and_warn(model, checkpoint, initialize=initialize, strict=strict, cast=cast)
-        load = _Load(model, choice, shardings, parse_budget(max_host_memory, default_budget()), replicas)
+        read = model.as_read(checkpoint or ())
+        shardings = device_shardings({**model.variables, **read.variables})
+        choice = resolve_and_warn(read, checkpoint, initialize=initialize, strict=strict, cast=cast)
+        load = _Load(read, choice, shardings, parse_budget(max_host_memory, default_budget()), replicas)
         timeline.add("match", matching, time.perf_counter())
-        compiling = Compiling(model, compiles, shardings, timeline)
+        compiling = Compiling(model, compiles, device_shardings(model.variables), timeline)
         publish_fingerprint(stage, choice, compiling.names, itertools.chain(load.details(), compiling.details))
     with agreement(assigned) as stage, compiling.in_background():
         bar = progress_for(progress)
@@ -132,7 +134,7 @@ def materialize(
     with timeline.span("rebuild"):
         result = model.framework.rebuild(arrays)
     if deliver is not None:
-        deliver(make_report(model, choice, checkpoint, shardings, costs, timeline, time.perf_counter() - start))
+        deliver(make_report(read, choice, checkpoint, shardings, costs, timeline, time.perf_counter() - start))
     return result
 
 
@@ -177,14 +179,15 @@ def stream(
         up/kernel (64, 256) P(None, 'model')
     """
     require_live(model.variables)
-    shardings = device_shardings(model.variables)
     budget = parse_budget(max_host_memory, _STREAM_BUDGET)
     with agreement([variable.sharding for variable in model.values()], done="streamed") as stage:
-        checkpoint = flat_checkpoint(checkpoint)
+        checkpoint, stored = flat_checkpoint(checkpoint), model
+        model = model.as_read(checkpoint or ())
+        shardings = device_shardings({**stored.variables, **model.variables})
         choice = resolve_and_warn(model, checkpoint, initialize=initialize, strict=strict, cast=cast)
         refuse_derived(model, choice)
         publish_fingerprint(stage, choice)
-        return _each(model, choice, shardings, budget)
+        return _converted(model, shardings, _each(model, choice, shardings, budget))
 
 
 class _Load:
@@ -221,6 +224,7 @@ def _make_arrays(
     checks if the stage has failed elsewhere or something cannot be compiled, and then raises.
     """
     model, choice, shardings = load.model, load.choice, load.shardings
+    convert = _converting(model, shardings)
 
     def held_nbytes(sharding: Sharding, shape: tuple[int, ...], dtype: Any) -> int:
         """Bytes of all distinct shards that this process's devices hold."""
@@ -242,19 +246,23 @@ def _make_arrays(
             computed = run_recipes(choice.recipes, shardings, model.programs)
         with timeline.span("initialize", "running"):
             for path, array in computed:
-                arrays[path] = _in_layout(array, model[path])
+                arrays |= (made := convert(path, _in_layout(array, model[path])))
+                if path not in made:
+                    array.delete()  # `computed` still holds it
+                del array, made
                 watcher.advance(nbytes[path], path)
         started, bytes_before, requests_before = time.perf_counter(), BYTES_READ.count, REQUESTS.so_far()
         with contextlib.closing(arriving):  # a failure here ends its threads at once
             for path, array in arriving:
-                arrays[path] = _in_layout(as_keys(array, model[path].dtype), model[path])
+                arrays |= convert(path, _in_layout(as_keys(array, model[path].dtype), model[path]))
+                del array
                 watcher.advance(nbytes[path] - read[path] if path in read else 0, path)
         for path, array in _rest(model, choice, arrays, shardings):
             arrays[path] = array
             watcher.advance(nbytes[path], path)
         # In the model's order, since every process has to run a program for all in the same order.
-        arrays.update({path: _as_weak(arrays[path], model[path]) for path in model})
-        jax.block_until_ready([arrays[item.path] for item in load.items])
+        arrays.update({path: _as_weak(arrays[path], model[path]) for path in model if path in arrays})
+        jax.block_until_ready([arrays[item.path] for item in load.items if item.path in arrays])
         timeline.add("stream", started, time.perf_counter())
         with timeline.span("initialize", "running"):
             jax.block_until_ready(list(arrays.values()))  # the init programs, which ran while files were read
@@ -275,6 +283,12 @@ def _make_arrays(
         raise
     finally:
         bar.finish()
+
+
+def _converting(read: ModelSpec, shardings: Mapping[str, Sharding]) -> Callable[[str, Any], dict[str, Any]]:
+    """A function from a path and its array to the variables that are made of it: itself, or what a conversion makes."""
+    conversions = {each.variable.path: each for each in read.conversions if each.variable.path in read}
+    return lambda path, array: {path: array} if path not in conversions else conversions[path].compute(array, shardings)
 
 
 def _items(model: ModelSpec, tensors: Mapping[str, Any], shardings: Mapping[str, Sharding]) -> list[StreamItem]:
@@ -343,6 +357,18 @@ def _from_where(choice: LoadPlan) -> str:
     files = (getattr(source, "file", "") for source in choice.sources.values())
     folders = list(dict.fromkeys(file.rpartition("/")[0] for file in files if is_url(file)))
     return f" from {listed(folders, most=1)}" if folders else ""
+
+
+def _converted(
+    read: ModelSpec, shardings: Mapping[str, Sharding], values: Generator[tuple[str, Any]]
+) -> Generator[tuple[str, Any]]:
+    convert = _converting(read, shardings)
+    with contextlib.closing(values):
+        for path, array in values:
+            done = convert(path, array)
+            del array
+            while done:
+                yield (path := next(iter(done))), done.pop(path)
 
 
 def _each(

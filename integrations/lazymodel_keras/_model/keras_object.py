@@ -33,7 +33,8 @@ from lazymodel._abstract.framework import Framework, LoweredFunction, ModelSpec,
 from lazymodel._abstract.variable import AbstractVariable, Reason, rule_path, unique_paths
 from lazymodel._errors import ShardingError, warn
 from lazymodel._programs.programs import InitRecipe
-from lazymodel._sharding.shard import check_spec, follow, follow_weights
+from lazymodel._sharding.follow import follow, follow_weights
+from lazymodel._sharding.shard import check_spec
 from lazymodel._show.progress import Span
 from lazymodel._show.text import first_of, format_bytes, listed
 from lazymodel_keras import _upstream
@@ -320,12 +321,12 @@ class KerasModel(Framework):
         built = self._with(recording, result, lambda result: _upstream.build_for(result, data))
         return extended(model, built, variables)
 
-    def quantize(self, model: Any, how: Any, filters: Filters) -> AbstractModel[Any]:
-        check_quantization(how)
+    def quantize(self, model: Any, how: Any, filters: Filters, inputs: Any) -> AbstractModel[Any]:
+        check_quantization(how, inputs)
         return self._changed(model, "quantize", lambda built: quantize(built, how, filters))
 
-    def lora(self, model: Any, rank: int, targets: str | None) -> AbstractModel[Any]:
-        check_lora(rank, targets)
+    def lora(self, model: Any, rank: Any, targets: str | None, inputs: Any) -> AbstractModel[Any]:
+        check_lora(rank, targets, inputs)
         return self._changed(model, "lora", lambda built: add_lora(built, rank, targets))
 
     def _changed(self, model: ModelSpec, step: str, change: Callable[[Any], None]) -> AbstractModel[Any]:
