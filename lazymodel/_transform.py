@@ -30,7 +30,7 @@ from lazymodel._abstract.variable import OPTIMIZER, AbstractVariable, Template, 
 from lazymodel._errors import LazyModelError, TraceError
 from lazymodel._programs.jaxprs import is_key, key_data
 from lazymodel._programs.programs import InitRecipe, given_recipe
-from lazymodel._sharding.follow import follow
+from lazymodel._sharding.follow import follow, from_read
 from lazymodel._show.text import closest
 from lazymodel._trace.errors import on_host
 from lazymodel._trace.function import flattened, trace_function
@@ -331,8 +331,10 @@ def reinitialize(
             raise LazyModelError(
                 "muP multiplies the model's own values and takes no initializer or key; rekey draws others"
             )
-        return rules.rescaled(model)
+        read = rules.rescaled(model.as_read())
+        return from_read(dataclasses.replace(model, recipes=read.recipes, sources=read.sources), read)
     key = _checked_key(key)
+    changed, model = model, model.as_read()
     chosen = _choose(model, rules, initializer)
     absent = jax.ShapeDtypeStruct((), jax.eval_shape(jax.random.key, 0).dtype)
 
@@ -362,7 +364,7 @@ def reinitialize(
     recipes = [recipe.restricted_to(paths) for recipe, paths in zip(model.recipes, kept, strict=True) if paths]
     sources = {path: source for path, source in model.sources.items() if path not in chosen}
     recipes, sources = (*recipes, *traced.recipes), {**sources, **traced.sources}
-    return dataclasses.replace(model, variables=variables, recipes=recipes, sources=sources)
+    return from_read(dataclasses.replace(changed, recipes=recipes, sources=sources), variables)
 
 
 def rekey(model: AnyModel, key: jax.Array | int, pattern: str = ".*") -> AnyModel:
@@ -389,7 +391,8 @@ def rekey(model: AnyModel, key: jax.Array | int, pattern: str = ".*") -> AnyMode
     checked = _checked_key(key)
     if checked is None:
         raise LazyModelError("rekey needs a key, such as jax.random.key(0)")
-    matched = set(_matched(model, pattern, (variable for variable in model.values() if not variable.is_key)))
+    read = model.as_read()
+    matched = set(_matched(read, pattern, (variable for variable in read.values() if not variable.is_key)))
     recipes: list[InitRecipe] = []
     with on_host():
         for recipe in model.recipes:

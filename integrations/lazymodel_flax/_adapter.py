@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import types
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -432,6 +433,14 @@ class _Results(Framework):
         super().__init__(lambda leaves: traced.structure({**dict.fromkeys(after), **leaves})[0])
 
 
+class _Traced(NamedTuple):
+    """A module that Qwix has changed while it was traced."""
+
+    traced: ModelSpec
+    built: _Built
+    changed: _qwix.Changed
+
+
 class _Module(_Results):
     """NNX modules, split and merged again."""
 
@@ -486,20 +495,30 @@ class _Module(_Results):
 
     def quantize(self, model: ModelSpec, how: Any, filters: Any, inputs: Any) -> ModelSpec:
         provider, rules = _qwix.quantization(how, filters)
-        changed = self._changed(model, provider, inputs, rules)
-        if changed.conversions == model.conversions:
-            raise LazyModelError(f"quantize({how!r}) changes nothing: its rules match no kernel of {model.name}")
-        return changed
+        found = self._traced(model, provider, inputs, rules)
+        if kernels := _qwix.transposed(model, found.changed.weights):
+            if not rules:
+                raise LazyModelError(
+                    f"{kernels[0]!r} is used transposed, and cannot be quantized for its other uses: exclude its "
+                    "module by a first rule without weight_qtype, or give quantize the rules instead of a provider"
+                )
+            provider, rules = _qwix.excluding(rules, kernels)
+            found = self._traced(model, provider, inputs, rules)
+        if not any(path in model for path in found.changed.weights):
+            raise LazyModelError(
+                f"quantize({how!r}) changes nothing: its rules match no kernel of {model.name} that is not quantized"
+            )
+        return self._with(model, found)
 
     def lora(self, model: ModelSpec, rank: Any, targets: str | None, inputs: Any) -> ModelSpec:
         rules = self._built.rules
-        changed = self._changed(model, _qwix.pairs(model, rank, targets, rules), inputs, rules)
-        if len(changed.as_read()) == len(model.as_read()):
-            raise LazyModelError(f"lora changes nothing: no kernel of {model.name} is a target")
-        return changed
+        found = self._traced(model, _qwix.pairs(model, rank, targets, rules), inputs, rules)
+        if found.built.params <= set(model):
+            raise LazyModelError(f"lora changes nothing: no kernel of {model.name} that has no pair is a target")
+        return self._with(model, found)
 
-    def _changed(self, model: ModelSpec, provider: Any, inputs: Any, rules: tuple[Any, ...]) -> ModelSpec:
-        """The model as Qwix changes it: quantized kernels and LoRA pairs among its variables."""
+    def _traced(self, model: ModelSpec, provider: Any, inputs: Any, rules: tuple[Any, ...]) -> _Traced:
+        """The module as Qwix changes it: quantized kernels and LoRA pairs among its variables."""
         structs = {path: dataclasses.replace(v, sharding=None, layout=None).struct for path, v in model.items()}
         module = self._merged(structs)
         if not isinstance(module, nnx.Module) or self._modes.hijax or self._modes.ref:
@@ -521,26 +540,31 @@ class _Module(_Results):
             return state, []
 
         def trace(*, labelled: bool) -> ModelSpec:
-            given = (structs, call.args, call.kwargs), {"labelled": labelled}
+            traced = functools.partial(change, labelled=labelled)
+            given = (structs, call.args, call.kwargs)
             return trace_function(
-                change, *given, name=model.name, path_of=lambda keys: _variable_path(keys[1:]), derive=dict
+                traced, given, {}, name=model.name, path_of=lambda keys: _variable_path(keys[1:]), derive=dict
             )
 
         try:
             traced = trace(labelled=True)
         except Exception:  # such as for names of dimensions of a kernel that is used in another shape
-            traced = trace(labelled=False)
-        built, changed = found[-1]
-        return self._with(model, traced, built, changed)
+            try:
+                traced = trace(labelled=False)
+            except Exception as error:
+                error.add_note(f"while Qwix called {model.name} with {inputs!r}")
+                raise
+        return _Traced(traced, *found[-1])
 
-    def _with(self, model: ModelSpec, traced: ModelSpec, built: _Built, changed: _qwix.Changed) -> ModelSpec:
+    def _with(self, model: ModelSpec, found: _Traced) -> ModelSpec:
         """The model with the variables of a traced module that Qwix has changed."""
+        traced, built, changed = found
         conversions, variables = _qwix.conversions(model, changed.weights)
         known, computed = {**model, **variables}, set(() if traced.derived is None else traced.derived.paths)
         if others := [path for path in traced if path not in known and (path in computed or path not in built.params)]:
             raise LazyModelError(
-                f"{listed(map(repr, others))}: a call of {model.name} makes these variables, and their values are known "
-                "only once it runs (ranges of activations, or what a module keeps of its inputs). Use rules without "
+                f"{listed(map(repr, others))}: a call of {model.name} makes these variables, and they have values only "
+                "once it runs (ranges of activations, or what a module keeps of its inputs). Use rules without "
                 "act_static_scale, or load the model and call qwix.quantize_model"
             )
         for path in traced:

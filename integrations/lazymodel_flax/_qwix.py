@@ -7,7 +7,6 @@ LoRA pairs are traced like any initial values. Qwix is imported in functions onl
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from lazymodel import AbstractVariable, LazyModelError
 from lazymodel._abstract.framework import Conversion, ModelSpec
-from lazymodel._show.text import closest, listed
+from lazymodel._show.text import closest
 
 _TYPES = {"int8": "int8", "int4": "int4", "float8": "float8_e4m3fn"}
 # The projections that get a pair by default.
@@ -59,6 +58,13 @@ def quantization(how: Any, filters: Any) -> tuple[Any, tuple[Any, ...]]:
             f"qwix.PtqProvider(rules); got {how!r}"
         )
     return package.PtqProvider(rules), rules
+
+
+def excluding(rules: Sequence[Any], kernels: Sequence[str]) -> tuple[Any, tuple[Any, ...]]:
+    """The provider of the rules for all modules but those of these kernels, and its rules."""
+    path = "|".join(re.escape(kernel.rpartition("/")[0]) for kernel in kernels)
+    kept = (qwix().QuantizationRule(module_path=path), *rules)
+    return qwix().PtqProvider(kept), kept
 
 
 def pairs(model: ModelSpec, rank: Any, targets: str | None, rules: Sequence[Any]) -> Any:
@@ -172,23 +178,18 @@ def _permuted(names: Any, dims: Sequence[int | None]) -> Any:
 
 
 def _params(module: Any) -> Iterator[tuple[str, Any]]:
+    """The parameters of a module by path, quantized kernels in their parts."""
     for path, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Param):
             yield "/".join(map(str, path)), node
-    for path, weight in _quantized(module, structs=False):
-        for part, value in vars(weight.array).items():
-            if isinstance(value, nnx.Param):
-                yield f"{path}/array/{part}", value
 
 
-def _quantized(module: Any, *, structs: bool = True) -> Iterator[tuple[str, Any]]:
-    """Path of each kernel that is quantized → Qwix' object in its place."""
-    for path, each in module.iter_modules():
+def _quantized(module: Any) -> Iterator[tuple[str, Any]]:
+    """Path of each kernel that is quantized → Qwix' object in its place, with structs."""
+    for path, each in nnx.iter_modules(module):
         for name, value in vars(each).items():
             if type(value).__name__ == "WithAux" and isinstance(value.array, qwix().QArray):
-                found = (
-                    jax.tree.map(_struct, value, is_leaf=lambda x: isinstance(x, nnx.Variable)) if structs else value
-                )
+                found = jax.tree.map(_struct, value, is_leaf=lambda x: isinstance(x, nnx.Variable))
                 yield "/".join(map(str, (*path, name))), found
 
 
@@ -198,11 +199,7 @@ def _struct(value: Any) -> jax.ShapeDtypeStruct:
 
 
 def conversions(model: ModelSpec, weights: Mapping[str, Any]) -> tuple[list[Conversion], dict[str, AbstractVariable]]:
-    """How the quantized kernels of a model are computed, and the variables that take their place.
-
-    Raises:
-        LazyModelError: A kernel is used in a way that Qwix' own `quantize_params` cannot follow.
-    """
+    """How the quantized kernels of a model are computed, and the variables that take their place."""
     functions: dict[Any, Callable[[jax.Array], Sequence[jax.Array]]] = {}
     found: list[Conversion] = []
     variables: dict[str, AbstractVariable] = {}
@@ -210,11 +207,6 @@ def conversions(model: ModelSpec, weights: Mapping[str, Any]) -> tuple[list[Conv
         if path not in model:
             continue  # quantized before
         kernel, shape = model[path], tuple(weight.shape)
-        if shape != kernel.shape and sorted(shape) == sorted(kernel.shape):
-            raise LazyModelError(
-                f"{path!r} of shape {kernel.shape} is used transposed, as {shape}, which Qwix cannot quantize while "
-                "loading: exclude its module by a rule, as for an embedding table that is also the output head"
-            )
         key = (kernel.shape, kernel.dtype, shape, weight.dtype, repr(weight.how))
         function = functions.setdefault(key, _quantizing(weight))
         parts = jax.eval_shape(function, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype))
@@ -222,12 +214,21 @@ def conversions(model: ModelSpec, weights: Mapping[str, Any]) -> tuple[list[Conv
         paths = tuple(f"{path}/array/{name}" for name in names)
         same = tuple(range(len(shape))) if shape == kernel.shape else (None,) * len(shape)
         for part_path, part in zip(paths, parts, strict=True):
-            origin = f"{weight.how.qtype} of {kernel.origin}"
             variables[part_path] = AbstractVariable(
-                part_path, part.shape, part.dtype, origin=origin, trainable=False, weight=(path, same)
+                part_path, part.shape, part.dtype, origin=kernel.origin, trainable=False, weight=(path, same)
             )
         found.append(Conversion(kernel, paths, function))
     return found, variables
+
+
+def transposed(model: ModelSpec, weights: Mapping[str, Any]) -> list[str]:
+    """The paths of kernels that Qwix quantizes transposed, such as an embedding table that is also the output head.
+
+    Such a module cannot be called again: its other uses of the kernel expect it as it was. Qwix leaves them alone if it
+    is given values, since it only finds in a trace where they come from.
+    """
+    pairs = {path: (tuple(weight.shape), model[path].shape) for path, weight in weights.items() if path in model}
+    return [path for path, (shape, own) in pairs.items() if shape != own and sorted(shape) == sorted(own)]
 
 
 def _quantizing(weight: Any) -> Callable[[jax.Array], Sequence[jax.Array]]:

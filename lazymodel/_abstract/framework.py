@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from lazymodel._abstract.variable import AbstractVariable, on_device, path_text
+from lazymodel._abstract.variable import AbstractVariable, automatic, on_device, path_text
 from lazymodel._errors import LazyModelError
 from lazymodel._programs.programs import InitRecipe, ProgramCache
 from lazymodel._show.progress import Span
@@ -97,7 +97,8 @@ class Conversion:
     function: Callable[[jax.Array], Sequence[jax.Array]]
 
     def compute(self, array: jax.Array, shardings: Mapping[str, Sharding]) -> dict[str, jax.Array]:
-        """The variables; their value is freed once they are computed, so few of these values exist at once."""
+        """The variables, complete when this returns, so that few of the values exist at once."""
+        array = automatic(array)
         placed = tuple(shardings[path] for path in self.paths)
         compiled = _conversion(self.function, array.sharding, placed)
         return dict(zip(self.paths, jax.block_until_ready(compiled(array)), strict=True))
@@ -105,7 +106,10 @@ class Conversion:
 
 @functools.lru_cache(256)  # a model has a few
 def _conversion(function: Callable[..., Any], given: Sharding, placed: tuple[Sharding, ...]) -> Callable[..., Any]:
-    return jax.jit(lambda array: tuple(function(on_device(array, given))), out_shardings=placed)
+    def compute(array: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(function(on_device(array, given)))
+
+    return jax.jit(compute, out_shardings=placed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,8 +242,8 @@ class _Place:
 
 def _refuse(model: Any, what: str, stated: str) -> NoReturn:
     raise LazyModelError(
-        f"only Keras models are {what} as a step, and {model.name} is not one: build it with layers that are {what} "
-        f"already. plan(what_if=lazymodel.WhatIf({stated})) shows their memory"
+        f"only Keras models and NNX modules are {what} as a step, and {model.name} is neither: build it with what is "
+        f"{what} already. plan(what_if=lazymodel.WhatIf({stated})) shows their memory"
     )
 
 

@@ -289,7 +289,7 @@ def _abstract(given: Any) -> ModelSpec:
         raise LazyModelError(
             f"a table is for an abstract model, which lm.build_abstract returns; got {type(given).__name__}"
         )
-    return given
+    return given.as_read()
 
 
 def _quoted(text: str) -> str:
@@ -350,7 +350,7 @@ def map_checkpoint(
     if not isinstance(abstract, ModelSpec):
         got = "" if abstract is None else f"; got {type(cast(Any, abstract)).__name__}"
         raise LazyModelError(f"a WeightMap is applied for a model: pass map_checkpoint the abstract model too{got}")
-    mapped, report = mapping.apply(checkpoint, abstract)
+    mapped, report = mapping.apply(checkpoint, abstract.as_read())
     if not report.ok:
         text = f"{described(checkpoint)} does not fit {abstract.name} as mapped.\n" + "\n".join(report.problems())
         if strict:

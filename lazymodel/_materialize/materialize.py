@@ -7,7 +7,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
+import math
 import threading
 import time
 import zlib
@@ -36,7 +38,7 @@ from lazymodel._mapping.match import (
 )
 from lazymodel._materialize.report import make_report
 from lazymodel._materialize.reshard import exchanged, exchanges
-from lazymodel._materialize.stream import StreamItem
+from lazymodel._materialize.stream import StreamItem, in_file_order
 from lazymodel._materialize.stream import stream as read_stream
 from lazymodel._programs.jaxprs import as_keys, is_weak, with_weak_type
 from lazymodel._programs.programs import run_recipes
@@ -51,6 +53,7 @@ from lazymodel._tensors.shards import boxes_for, check_replicas, on_host
 from lazymodel._tensors.tensor_source import ArrayTensor, CompositeSource, TensorSource
 
 _STREAM_BUDGET = 256 << 20  # bytes of the host's memory, within which `stream` reads variables ahead
+AHEAD = 64 << 20  # bytes on a device that values which are not kept are read ahead: enough to keep files busy
 _READERS = 8  # files that are sampled at a time: the work is waiting for a disk
 
 
@@ -207,7 +210,7 @@ class _Load:
         check_replicas(replicas)
         self.exchanges = exchanges(items, replicas) if jax.process_count() > 1 else {}
         parts = {path: exchange.part for path, exchange in self.exchanges.items()}
-        self.items = [parts.get(item.path, item) for item in items]
+        self.items = _in_turns([parts.get(item.path, item) for item in in_file_order(items)], model)
 
     def details(self) -> Iterator[str]:
         """The programs that exchange parts, in order: the same in all processes."""
@@ -239,7 +242,13 @@ def _make_arrays(
     bar.start(sum(nbytes.values()), f"{model.name}: materializing {len(model)} variables{_from_where(choice)}")
     try:
         # Raises at once if something cannot be read at all.
-        arriving = read_stream(load.items, max_host_memory=load.budget, on_bytes=watcher.advance, hold=watcher.hold)
+        arriving = read_stream(
+            load.items,
+            max_host_memory=load.budget,
+            on_bytes=watcher.advance,
+            hold=watcher.hold,
+            in_order=True,
+        )
         if load.exchanges:
             arriving = exchanged(arriving, load.exchanges, stage, timeline)
         with timeline.span("initialize", "compiling"):
@@ -299,6 +308,19 @@ def _items(model: ModelSpec, tensors: Mapping[str, Any], shardings: Mapping[str,
         for path, tensor in tensors.items()
         if not stays_on_host(model[path])
     ]
+
+
+def _in_turns(items: Sequence[StreamItem], read: ModelSpec) -> list[StreamItem]:
+    """The items, with turns by which few values that are not kept are on devices at once: those of two turns."""
+    passing = {each.variable.path for each in read.conversions if each.variable.path in read}
+    turn = taken = 0
+    found: list[StreamItem] = []
+    for item in items:
+        if item.path in passing:
+            nbytes = math.prod(item.sharding.shard_shape(item.shape)) * item.dtype.itemsize
+            turn, taken = (turn + 1, nbytes) if taken and taken + nbytes > AHEAD else (turn, taken + nbytes)
+        found.append(dataclasses.replace(item, turn=turn))
+    return found
 
 
 def _rest(
@@ -387,7 +409,8 @@ def _each(
             del done
     order = {path: index for index, path in enumerate(model)}
     ordered = {path: tensors[path] for path in sorted(tensors, key=order.__getitem__)}
-    with contextlib.closing(read_stream(_items(model, ordered, shardings), max_host_memory=budget)) as arriving:
+    items = _in_turns(in_file_order(_items(model, ordered, shardings)), model)
+    with contextlib.closing(read_stream(items, max_host_memory=budget, in_order=True)) as arriving:
         for path, array in arriving:
             done = _as_weak(_in_layout(as_keys(array, model[path].dtype), model[path]), model[path])
             del array  # only the caller holds it, so that it can be freed before the next one

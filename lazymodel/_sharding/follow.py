@@ -56,23 +56,23 @@ def _belonging(
 ) -> AbstractVariable:
     sharding = along(weight.sharding, dims, variable.shape)
     sharding = in_memory(sharding, None, variable.path) if trained else sharding
+    if sharding is None:
+        return variable
     spec = f"{sharding.spec}, " if isinstance(sharding, NamedSharding) else ""
     reason = Reason("follows", f"{spec}with {weight.path!r}, which it belongs to")
     return dataclasses.replace(variable, sharding=sharding, reason=reason)
 
 
 def from_read(model: AnyModel, read: Mapping[str, AbstractVariable]) -> AnyModel:
-    """The model with shardings of the variables that it is read as (`ModelSpec.as_read`)."""
+    """The model with shardings and origins of the variables that it is read as (`ModelSpec.as_read`)."""
     if not model.conversions:
         return model.with_variables(read)
     conversions = [dataclasses.replace(each, variable=read[each.variable.path]) for each in model.conversions]
     weights = {path: each.variable for each in conversions for path in each.paths}
-    variables = {
-        path: read[path]
-        if (weight := weights.get(path)) is None or variable.weight is None
-        else _belonging(variable, weight, variable.weight[1], trained=False)
-        for path, variable in model.items()
-    }
+    variables = {path: read.get(path, variable) for path, variable in model.items()}
+    for path, weight in weights.items():
+        part = dataclasses.replace(model[path], origin=weight.origin)
+        variables[path] = part if part.weight is None else _belonging(part, weight, part.weight[1], trained=False)
     return dataclasses.replace(model, variables=variables, conversions=tuple(conversions))
 
 

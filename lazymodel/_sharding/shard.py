@@ -105,8 +105,8 @@ def shard(
     sharding).
 
     Variables that no rule matches are replicated, except LoRA pairs and quantization scales, which are split like the
-    weight that they belong to. A kernel of Flax that is `quantize`d is matched by its path and shape before that, and its
-    numbers and scales are split like it. Optimizer state (`with_optimizer`) is sharded like the parameters that it belongs to,
+    weight that they belong to. For NNX modules, rules are for kernels as they were before `quantize`, and what replaces
+    a kernel is split like it. Optimizer state (`with_optimizer`) is sharded like the parameters that it belongs to,
     even if rules match its own paths. Only the patterns of a mapping that match no parameter apply to it (to spread it
     over data-parallel devices, for example). `with_optimizer` and those patterns decide in which memory it is stored.
 
