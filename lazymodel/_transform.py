@@ -43,20 +43,33 @@ def quantize(
     *,
     inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
 ) -> AnyModel:
-    """The quantized model: a kernel is quantized while it is read, and never exists whole in floating point.
+    """The quantized model: a kernel is quantized while it is read, so that few exist whole in floating point, or none.
 
-    For Keras models without other changes: before `lora`, `shard`, `with_optimizer`, `reinitialize`. The materialized
-    model is equal bit for bit to the framework's own quantization of the loaded model.
+    The materialized model is equal bit for bit to the framework's own quantization of the loaded model.
+
+    - A Keras model without other changes: before `lora`, `shard`, `with_optimizer`, `reinitialize`. No kernel exists
+      whole in floating point. `"int4"` stores the kernels of `EinsumDense` as matrices, so rules for their float shapes
+      do not fit; `lazymodel.auto()` does.
+    - An NNX module, by Qwix (`pip install qwix`): before `lora` and `with_optimizer`. A kernel becomes
+      `kernel/array/qvalue`, `kernel/array/scale` and perhaps `kernel/array/zero_point`, split like it. It is read or
+      initialized on its devices and quantized there, like by `qwix.quantize_model`, one after the other. A checkpoint
+      has the kernels, or all of what replaces them.
 
     Args:
-        how: `"int8"`, `"int4"`, `"float8"` or a `keras.quantizers.QuantizationConfig`. Schemes that calibrate with
-            data (GPTQ, AWQ) need the loaded model. The user's own quantizer in a configuration is run at once, with
-            one layer's weights read at a time. `"int4"` stores the kernels of `EinsumDense` as matrices, so rules
-            for their float shapes do not fit; `lazymodel.auto()` does.
-        filters: Selects layers, like the `filters` of `keras.Model.quantize`.
+        how: `"int8"`, `"int4"`, `"float8"` or a `keras.quantizers.QuantizationConfig`. For NNX, these quantize weights
+            alone, with a scale for each output channel, of matrix products and einsums; or a list of
+            `qwix.QuantizationRule`, or a provider, such as `qwix.PtqProvider(rules)`. Schemes that calibrate with
+            data (GPTQ, AWQ, static ranges of activations) need the loaded model. The user's own quantizer in a
+            configuration is run at once, with one layer's weights read at a time.
+        filters: Selects layers, like the `filters` of `keras.Model.quantize`. For NNX, a regex of module paths
+            (`re.fullmatch`), or a list of them.
+        inputs: For NNX, arguments of a call of the module, from which Qwix finds the kernels: a tuple, or a dict of
+            keyword arguments; arrays or `jax.ShapeDtypeStruct`. The call is traced. None is what the module's method
+            `get_model_input` returns, which Tunix' models have.
 
     Raises:
-        LazyModelError: The model has no layers that can be quantized in this way, or has other changes already.
+        LazyModelError: The model has no layers that can be quantized in this way, or has other changes already; or Qwix
+            is not installed.
 
     Example:
         >>> abstract = lk.abstract_from_preset(keras_hub.models.GemmaBackbone, "preset")
@@ -76,17 +89,22 @@ def lora(
 ) -> AnyModel:
     """The model with LoRA pairs, initialized on their devices and split like their kernels unless a rule matches them.
 
-    For Keras models, like `model.backbone.enable_lora(rank)` after loading: only the pairs are trained.
-    It comes after `quantize` and before `shard`, `with_optimizer` and `reinitialize`.
+    Only the pairs are trained. It comes after `quantize`, and before `with_optimizer`.
+
+    - A Keras model, like `model.backbone.enable_lora(rank)` after loading: also before `shard` and `reinitialize`.
+    - An NNX module, like `qwix.apply_lora_to_model` after loading: the kernel `…/kernel` gets `…/kernel_lora_a` and
+      `…/kernel_lora_b`, of the kind `nnx.LoRAParam`. Qwix multiplies their product by `alpha / rank`, which is 1 here.
 
     Args:
-        rank: The rank of the pairs.
+        rank: The rank of the pairs. For NNX also a `qwix.LoraProvider`, which may quantize, too.
         targets: Regex of whole paths (`re.fullmatch`): the layers whose kernel or embeddings it matches get a pair.
             None is the query and value projections, or the default of the backbone.
+        inputs: As for `quantize`, of the same call. A dict may have an `nnx.Rngs` as `rngs`, from which pairs are
+            drawn; without it they are those of `nnx.Rngs(10003)`, Qwix' default.
 
     Raises:
         LazyModelError: The rank is not a positive integer, no layer is a target, a target cannot have a pair, or the
-            model has other changes already.
+            model has other changes already; or Qwix is not installed.
 
     Example:
         >>> tuned = lk.abstract_from_preset(keras_hub.models.GemmaBackbone, "preset").lora(4).shard(mesh, lm.auto())

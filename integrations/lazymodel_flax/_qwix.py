@@ -77,7 +77,7 @@ def pairs(model: ModelSpec, rank: Any, targets: str | None, rules: Sequence[Any]
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise LazyModelError(f"the rank of a LoRA is a positive integer, or a qwix.LoraProvider; got {rank!r}")
     pattern = _USUAL if targets is None else targets
-    _check_regex("LoRA targets", pattern)
+    _check_regex("targets", pattern)
     weights = list(model.as_read())
     modules = dict.fromkeys(path.rpartition("/")[0] for path in weights if re.fullmatch(pattern, path))
     if not modules:
@@ -100,7 +100,7 @@ def _check_regex(what: str, pattern: Any) -> None:
     try:
         re.compile(pattern)
     except (re.error, TypeError) as error:
-        raise LazyModelError(f"{what} {pattern!r} are not a regular expression: {error}") from error
+        raise LazyModelError(f"{what}: {pattern!r} is not a regular expression: {error}") from error
 
 
 class Call(NamedTuple):

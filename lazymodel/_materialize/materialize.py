@@ -122,12 +122,10 @@ def materialize(
     assigned = [variable.sharding for variable in model.values()]
     # Before the first program runs: a program that only some processes run could wait forever for the others.
     with agreement(assigned) as stage:
-        deliver = delivery(report)
-        checkpoint = flat_checkpoint(checkpoint)
+        deliver, checkpoint = delivery(report), flat_checkpoint(checkpoint)
         read = model.as_read(checkpoint or ())
-        shardings = device_shardings({**model.variables, **read.variables})
         choice = resolve_and_warn(read, checkpoint, initialize=initialize, strict=strict, cast=cast)
-        load = _Load(read, choice, shardings, parse_budget(max_host_memory, default_budget()), replicas)
+        load = _Load(model, read, choice, parse_budget(max_host_memory, default_budget()), replicas)
         timeline.add("match", matching, time.perf_counter())
         compiling = Compiling(model, compiles, device_shardings(model.variables), timeline)
         publish_fingerprint(stage, choice, compiling.names, itertools.chain(load.details(), compiling.details))
@@ -137,7 +135,7 @@ def materialize(
     with timeline.span("rebuild"):
         result = model.framework.rebuild(arrays)
     if deliver is not None:
-        deliver(make_report(read, choice, checkpoint, shardings, costs, timeline, time.perf_counter() - start))
+        deliver(make_report(read, choice, checkpoint, load.shardings, costs, timeline, time.perf_counter() - start))
     return result
 
 
@@ -196,21 +194,15 @@ def stream(
 class _Load:
     """What is loaded and initialized, and how: `items` are read, those with `exchanges` in parts."""
 
-    def __init__(
-        self,
-        model: ModelSpec,
-        choice: LoadPlan,
-        shardings: Mapping[str, Sharding],
-        budget: int,
-        replicas: str | None,
-    ) -> None:
-        self.model, self.choice, self.shardings, self.budget = model, choice, shardings, budget
-        tensors = {path: read_as(model[path], source, choice) for path, source in choice.sources.items()}
-        items = _items(model, tensors, shardings)
+    def __init__(self, model: ModelSpec, read: ModelSpec, choice: LoadPlan, budget: int, replicas: str | None) -> None:
+        self.read, self.choice, self.budget = read, choice, budget
+        self.shardings = device_shardings({**model.variables, **read.variables})
+        tensors = {path: read_as(read[path], source, choice) for path, source in choice.sources.items()}
+        items = _items(read, tensors, self.shardings)
         check_replicas(replicas)
         self.exchanges = exchanges(items, replicas) if jax.process_count() > 1 else {}
         parts = {path: exchange.part for path, exchange in self.exchanges.items()}
-        self.items = _in_turns([parts.get(item.path, item) for item in in_file_order(items)], model)
+        self.items = _in_turns([parts.get(item.path, item) for item in in_file_order(items)], read)
 
     def details(self) -> Iterator[str]:
         """The programs that exchange parts, in order: the same in all processes."""
@@ -226,7 +218,7 @@ def _make_arrays(
     programs run first: their temporaries are needed while the devices are still empty. With every unit of work it
     checks if the stage has failed elsewhere or something cannot be compiled, and then raises.
     """
-    model, choice, shardings = load.model, load.choice, load.shardings
+    model, choice, shardings = load.read, load.choice, load.shardings
     convert = _converting(model, shardings)
 
     def held_nbytes(sharding: Sharding, shape: tuple[int, ...], dtype: Any) -> int:

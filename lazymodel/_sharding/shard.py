@@ -138,8 +138,7 @@ def shard(
         hint = "Make one with jax.sharding.Mesh(devices, axis_names)."
         raise ShardingError(f"mesh is a jax.sharding.Mesh; got {type(mesh).__name__}. {hint}")
     rules, repair = named_rules(rules), named_rules(repair, "repair")
-    changed, model = model, model.as_read()
-    threshold = parse_bytes(large, name="large")
+    changed, model, threshold = model, model.as_read(), parse_bytes(large, name="large")
     found, notes = read_rules(rules, model, mesh, threshold)
     if notes and not repair:
         if not is_layout_map(rules):

@@ -331,7 +331,7 @@ ERRORS: dict[str, Change] = {
     "quantize takes 'int8', 'int4', 'float8', a list": lambda a: a.quantize("int3", **INPUTS),
     "Give its arguments, arrays or jax.ShapeDtypeStruct: inputs=": lambda a: a.quantize("int8"),
     "filters are a regex of module paths": lambda a: a.quantize("int8", lambda layer: True, **INPUTS),
-    r"filters '\(\?:\(\)' are not a regular expression": lambda a: a.quantize("int8", "(", **INPUTS),
+    r"filters: '\(\?:\(\)' is not a regular expression": lambda a: a.quantize("int8", "(", **INPUTS),
     "a provider of Qwix has rules": lambda a: a.quantize(qwix.PtqProvider(HOW["int8"][1]), "head", **INPUTS),
     "changes nothing: its rules match no kernel of Model": lambda a: a.quantize("int8", "nothing", **INPUTS),
     "no kernel of Model that is not quantized": lambda a: a.quantize("int8", **INPUTS).quantize("int8", **INPUTS),
