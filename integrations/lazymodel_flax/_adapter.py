@@ -494,6 +494,9 @@ class _Module(_Results):
         return Training(state, finish, _state_path, {path: path for path in leaves})
 
     def quantize(self, model: ModelSpec, how: Any, filters: Any, inputs: Any) -> ModelSpec:
+        if model.conversions or self._built.trained is nnx.LoRAParam:
+            what = "is quantized" if model.conversions else "has LoRA pairs"
+            raise LazyModelError(f"{model.name} {what} already; quantize comes before lora, with all rules at once")
         provider, rules = _qwix.quantization(how, filters)
         found = self._traced(model, provider, inputs, rules)
         if kernels := _qwix.transposed(model, found.changed.weights):
@@ -504,17 +507,17 @@ class _Module(_Results):
                 )
             provider, rules = _qwix.excluding(rules, kernels)
             found = self._traced(model, provider, inputs, rules)
-        if not any(path in model for path in found.changed.weights):
-            raise LazyModelError(
-                f"quantize({how!r}) changes nothing: its rules match no kernel of {model.name} that is not quantized"
-            )
+        if not found.changed.weights:
+            raise LazyModelError(f"quantize({how!r}) changes nothing: its rules match no kernel of {model.name}")
         return self._with(model, found)
 
     def lora(self, model: ModelSpec, rank: Any, targets: str | None, inputs: Any) -> ModelSpec:
         rules = self._built.rules
+        if self._built.trained is nnx.LoRAParam:
+            raise LazyModelError(f"{model.name} has LoRA pairs already: give lora one regex for all targets")
         found = self._traced(model, _qwix.pairs(model, rank, targets, rules), inputs, rules)
-        if found.built.params <= set(model):
-            raise LazyModelError(f"lora changes nothing: no kernel of {model.name} that has no pair is a target")
+        if not found.built.params:
+            raise LazyModelError(f"lora changes nothing: no kernel of {model.name} is a target")
         return self._with(model, found)
 
     def _traced(self, model: ModelSpec, provider: Any, inputs: Any, rules: tuple[Any, ...]) -> _Traced:
@@ -533,7 +536,7 @@ class _Module(_Results):
                 changed = _qwix.change(provider, module, _qwix.Call(args, kwargs, call.rngs), labelled=labelled)
             _set_eager(changed.module, _LATER, True)
             graphdef, state = nnx.split(changed.module)
-            pairs = frozenset(_by_path(nnx.filter_state(state, nnx.LoRAParam)))
+            pairs = frozenset(_by_path(nnx.filter_state(state, nnx.LoRAParam))) - structs.keys()
             names = {path: axes for path, axes in _axis_names(state).items() if path in pairs}
             trained = nnx.LoRAParam if pairs else nnx.Param
             found.append((_Built(graphdef, _variable_path, names, pairs, trained, rules), changed))
@@ -576,7 +579,7 @@ class _Module(_Results):
             path: dataclasses.replace(v, trainable=path in built.params if built.params else v.trainable)
             for path, v in known.items()
         }
-        new = [path for path in traced if path in built.params and path not in model]
+        new = [path for path in traced if path in built.params]
         kept = ((recipe, [path for path in recipe.paths if path in new]) for recipe in traced.recipes)
         result = dataclasses.replace(
             model,

@@ -74,6 +74,11 @@ def pairs(model: ModelSpec, rank: Any, targets: str | None, rules: Sequence[Any]
         if targets is not None:
             raise LazyModelError("targets select layers for a rank; a qwix.LoraProvider has rules for that")
         return rank
+    if model.conversions and not rules:
+        raise LazyModelError(
+            f"{model.name} is quantized by a provider, whose rules its operations need: give quantize a list of rules, "
+            "or lora a qwix.LoraProvider with rules for the quantized modules, too"
+        )
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise LazyModelError(f"the rank of a LoRA is a positive integer, or a qwix.LoraProvider; got {rank!r}")
     pattern = _USUAL if targets is None else targets
@@ -207,18 +212,26 @@ def conversions(model: ModelSpec, weights: Mapping[str, Any]) -> tuple[list[Conv
         if path not in model:
             continue  # quantized before
         kernel, shape = model[path], tuple(weight.shape)
+        dims = _dims(shape, kernel.shape)
         key = (kernel.shape, kernel.dtype, shape, weight.dtype, repr(weight.how))
         function = functions.setdefault(key, _quantizing(weight))
         parts = jax.eval_shape(function, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype))
         names = [name for name in ("qvalue", "scale", "zero_point") if getattr(weight.array, name, None) is not None]
         paths = tuple(f"{path}/array/{name}" for name in names)
-        same = tuple(range(len(shape))) if shape == kernel.shape else (None,) * len(shape)
         for part_path, part in zip(paths, parts, strict=True):
             variables[part_path] = AbstractVariable(
-                part_path, part.shape, part.dtype, origin=kernel.origin, trainable=False, weight=(path, same)
+                part_path, part.shape, part.dtype, origin=kernel.origin, trainable=False, weight=(path, dims)
             )
         found.append(Conversion(kernel, paths, function))
     return found, variables
+
+
+def _dims(shape: tuple[int, ...], kernel: tuple[int, ...]) -> tuple[int | None, ...]:
+    """For each dimension of a kernel's shape in a computation, the equal one of its own shape, or None."""
+    more = len(kernel) - len(shape)
+    left = {dim: dim for dim in range(len(shape)) if shape[: dim + 1] == kernel[: dim + 1]}
+    right = {dim: dim + more for dim in range(len(shape)) if dim + more >= 0 and shape[dim:] == kernel[dim + more :]}
+    return tuple(left.get(dim, right.get(dim)) for dim in range(len(shape)))
 
 
 def transposed(model: ModelSpec, weights: Mapping[str, Any]) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import math
 import threading
 import time
 import zlib
@@ -53,7 +52,7 @@ from lazymodel._tensors.shards import boxes_for, check_replicas, on_host
 from lazymodel._tensors.tensor_source import ArrayTensor, CompositeSource, TensorSource
 
 _STREAM_BUDGET = 256 << 20  # bytes of the host's memory, within which `stream` reads variables ahead
-AHEAD = 64 << 20  # bytes on a device that values which are not kept are read ahead: enough to keep files busy
+AHEAD = 128 << 20  # bytes of values that are not kept, read in a turn by a process: enough to keep files busy
 _READERS = 8  # files that are sampled at a time: the work is waiting for a disk
 
 
@@ -309,7 +308,7 @@ def _in_turns(items: Sequence[StreamItem], read: ModelSpec) -> list[StreamItem]:
     found: list[StreamItem] = []
     for item in items:
         if item.path in passing:
-            nbytes = math.prod(item.sharding.shard_shape(item.shape)) * item.dtype.itemsize
+            nbytes = sum(boxes_for(item.sharding, item.shape).sizes) * item.dtype.itemsize
             turn, taken = (turn + 1, nbytes) if taken and taken + nbytes > AHEAD else (turn, taken + nbytes)
         found.append(dataclasses.replace(item, turn=turn))
     return found

@@ -297,6 +297,25 @@ def test_quantized_checkpoints_are_loaded_as_they_are(abstract: Any, checkpoint:
     assert_same(quantized.materialize(renamed), model)
 
 
+class Reshaped(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (16, HEADS * 4)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.einsum("bd,dnh->bnh", x, jnp.reshape(self.kernel[...], (16, HEADS, 4)))
+
+
+def test_a_kernel_may_be_used_in_another_shape(mesh8: Mesh) -> None:
+    x = jax.ShapeDtypeStruct((1, 16), "float32")
+    quantized = lm.build_abstract(Reshaped, nnx.Rngs(0)).quantize("int8", inputs=(x,)).shard(mesh8, {".*": P("model")})
+    assert quantized["kernel/array/qvalue"].spec == P("model")
+    kernel = Reshaped(nnx.Rngs(0)).kernel[...].reshape(16, HEADS, 4)
+    expected = qwix.quantize(kernel, "int8", channelwise_axes=[1, 2])
+    found = quantized.materialize().kernel.array
+    assert same_bytes(found.qvalue.get_value(), expected.qvalue)
+    assert same_bytes(found.scale.get_value(), expected.scale)
+
+
 class Tied(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.embed, self.linear = nnx.Embed(8, DIM, rngs=rngs), nnx.Linear(DIM, DIM, rngs=rngs)
@@ -334,7 +353,9 @@ ERRORS: dict[str, Change] = {
     r"filters: '\(\?:\(\)' is not a regular expression": lambda a: a.quantize("int8", "(", **INPUTS),
     "a provider of Qwix has rules": lambda a: a.quantize(qwix.PtqProvider(HOW["int8"][1]), "head", **INPUTS),
     "changes nothing: its rules match no kernel of Model": lambda a: a.quantize("int8", "nothing", **INPUTS),
-    "no kernel of Model that is not quantized": lambda a: a.quantize("int8", **INPUTS).quantize("int8", **INPUTS),
+    "is quantized already; quantize comes before lora": lambda a: a.quantize("int8", **INPUTS).quantize(
+        "int8", **INPUTS
+    ),
     "has an optimizer already": lambda a: a.with_optimizer(optax.sgd(1.0)).quantize("int8", **INPUTS),
     "'head/dot_general0_lhs_scale/array', .* once it runs": lambda a: a.quantize(
         [rule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)], **INPUTS
@@ -345,6 +366,9 @@ ERRORS: dict[str, Change] = {
     ),
     "lora changes nothing": lambda a: a.lora(2, "embed/.*", **INPUTS),
     "a qwix.LoraProvider has rules": lambda a: a.lora(qwix.LoraProvider(rank=1, alpha=1.0), ".*", **INPUTS),
+    "has LoRA pairs already; quantize comes before lora": lambda a: a.lora(2, **INPUTS).quantize("int8", **INPUTS),
+    "has LoRA pairs already: give lora one regex": lambda a: a.lora(2, **INPUTS).lora(2, ".*/up/kernel", **INPUTS),
+    "quantized by a provider, whose rules": lambda a: a.quantize(qwix.PtqProvider(BOTH), **INPUTS).lora(2, **INPUTS),
     "rngs among the inputs are an nnx.Rngs": lambda a: a.lora(2, inputs={"tokens": TOKENS, "rngs": 0}),
     "run the model before quantize": lambda a: a.quantize("int8", **INPUTS).run(lambda model, x: model(x), TOKENS),
     "computed from the values of other variables": lambda a: lm.save(a.quantize("int8", **INPUTS), "x.safetensors"),
