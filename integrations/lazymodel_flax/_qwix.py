@@ -155,8 +155,12 @@ def change(provider: Any, module: Any, call: Call, *, labelled: bool) -> Changed
         names[path] = variable.get_metadata("out_sharding", _ABSENT)
         if labelled and (ndim := len(variable.get_value().shape)):
             variable.set_metadata("out_sharding", tuple(map(str, range(ndim))))
-    # A copy of the generators, which can count in this trace.
-    changed = qwix().quantize_model(module, provider, *call.args, **call.kwargs, rngs=nnx.clone(call.rngs))
+    for _, each in nnx.iter_modules(module):
+        if hasattr(each, "qwix_rngs"):  # None, and static, since it was quantized; Qwix could set no generators
+            del each.qwix_rngs
+    # A copy of the generators, which can count in this trace; they cannot be scanned, and are only for pairs.
+    rngs = {"rngs": nnx.clone(call.rngs)} if isinstance(provider, qwix().LoraProvider) else {}
+    changed = qwix().quantize_model(module, provider, *call.args, **call.kwargs, **rngs)
     dims: dict[str, tuple[int | None, ...]] = {}
     for path, variable in _params(changed) if labelled else ():
         labels = variable.get_metadata("out_sharding", None) or ()
@@ -214,7 +218,9 @@ def conversions(model: ModelSpec, weights: Mapping[str, Any]) -> tuple[list[Conv
         kernel, shape = model[path], tuple(weight.shape)
         dims = _dims(shape, kernel.shape)
         key = (kernel.shape, kernel.dtype, shape, weight.dtype, repr(weight.how))
-        function = functions.setdefault(key, _quantizing(weight))
+        if key not in functions:
+            functions[key] = _quantizing(path, kernel, weight)
+        function = functions[key]
         parts = jax.eval_shape(function, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype))
         names = [name for name in ("qvalue", "scale", "zero_point") if getattr(weight.array, name, None) is not None]
         paths = tuple(f"{path}/array/{name}" for name in names)
@@ -244,7 +250,24 @@ def transposed(model: ModelSpec, weights: Mapping[str, Any]) -> list[str]:
     return [path for path, (shape, own) in pairs.items() if shape != own and sorted(shape) == sorted(own)]
 
 
-def _quantizing(weight: Any) -> Callable[[jax.Array], Sequence[jax.Array]]:
+def _quantizing(path: str, kernel: AbstractVariable, weight: Any) -> Callable[[jax.Array], Sequence[jax.Array]]:
+    """How a kernel is quantized: whole, or if it holds the kernels of layers that are scanned, each of these."""
+    expected = [part.shape for part in jax.tree.leaves(weight)]
+    sliced = jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape[1:], part.dtype), weight)
+    for function in (_quantized_as(weight), jax.vmap(_quantized_as(sliced))):
+        try:
+            parts = jax.eval_shape(function, jax.ShapeDtypeStruct(kernel.shape, kernel.dtype))
+        except (TypeError, ValueError, IndexError):
+            continue
+        if [part.shape for part in parts] == expected:
+            return function
+    raise LazyModelError(
+        f"{path!r} of shape {kernel.shape} is quantized in parts that are unknown, of shapes {expected}: exclude its "
+        "module by a rule without weight_qtype, or load the model and call qwix.quantize_model"
+    )
+
+
+def _quantized_as(weight: Any) -> Callable[[jax.Array], Sequence[jax.Array]]:
     def quantized(kernel: jax.Array) -> Sequence[jax.Array]:
         # A layer casts its kernel to the dtype that it computes in, and Qwix quantizes the result.
         made = qwix().quantize_params({"kernel": kernel.astype(weight.dtype)}, {"kernel": weight})

@@ -317,6 +317,24 @@ def test_a_kernel_may_be_used_in_another_shape(mesh8: Mesh) -> None:
     assert same_bytes(found.scale.get_value(), expected.scale)
 
 
+class Scanned(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        make = nnx.vmap(lambda rngs: nnx.Linear(HEADS, HEADS, rngs=rngs), in_axes=(0,), out_axes=0)
+        self.layers = nnx.split_rngs(splits=3)(make)(rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+
+
+def test_scanned_layers_are_quantized_one_by_one(mesh8: Mesh) -> None:
+    x = jnp.ones((1, HEADS))
+    stock = qwix.quantize_model(Scanned(nnx.Rngs(0)), qwix.PtqProvider(HOW["int8"][1]), x)
+    abstract = lm.build_abstract(Scanned, nnx.Rngs(0)).quantize("int8", inputs=(x,))
+    assert abstract["layers/kernel/array/scale"].shape == (3, 1, HEADS)
+    ours = abstract.shard(mesh8, {".*kernel": P(None, None, "model"), ".*": P()}).materialize()
+    assert_same(ours, stock)
+
+
 class Tied(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.embed, self.linear = nnx.Embed(8, DIM, rngs=rngs), nnx.Linear(DIM, DIM, rngs=rngs)
