@@ -31,27 +31,46 @@ from lazymodel._abstract.variable import OPTIMIZER, AbstractVariable, Template, 
 from lazymodel._errors import LazyModelError, TraceError
 from lazymodel._programs.jaxprs import is_key, key_data
 from lazymodel._programs.programs import InitRecipe, given_recipe
-from lazymodel._sharding.shard import follow
+from lazymodel._sharding.follow import follow, from_read
 from lazymodel._show.text import closest
 from lazymodel._trace.errors import on_host
 from lazymodel._trace.function import flattened, trace_function
 
 
-def quantize(model: AnyModel, how: Any, filters: str | Sequence[str] | Callable[[Any], bool] | None = None) -> AnyModel:
-    """The quantized model: a kernel is quantized while it is read, and never exists whole in floating point.
+def quantize(
+    model: AnyModel,
+    how: Any,
+    filters: str | Sequence[str] | Callable[[Any], bool] | None = None,
+    *,
+    inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
+) -> AnyModel:
+    """The quantized model: a kernel is quantized while it is read, so that few exist whole in floating point, or none.
 
-    For Keras models without other changes: before `lora`, `shard`, `with_optimizer`, `reinitialize`. The materialized
-    model is equal bit for bit to the framework's own quantization of the loaded model.
+    The materialized model is equal bit for bit to the framework's own quantization of the loaded model.
+
+    - A Keras model without other changes: before `lora`, `shard`, `with_optimizer`, `reinitialize`. No kernel exists
+      whole in floating point. `"int4"` stores the kernels of `EinsumDense` as matrices, so rules for their float shapes
+      do not fit; `lazymodel.auto()` does.
+    - An NNX module, by Qwix (`pip install qwix`): before `lora` and `with_optimizer`. A kernel becomes
+      `kernel/array/qvalue`, `kernel/array/scale` and perhaps `kernel/array/zero_point`, split like it. It is read or
+      initialized on its devices and quantized there, like by `qwix.quantize_model`, one after the other. A checkpoint
+      has the kernels, or all of what replaces them.
 
     Args:
-        how: `"int8"`, `"int4"`, `"float8"` or a `keras.quantizers.QuantizationConfig`. Schemes that calibrate with
-            data (GPTQ, AWQ) need the loaded model. The user's own quantizer in a configuration is run at once, with
-            one layer's weights read at a time. `"int4"` stores the kernels of `EinsumDense` as matrices, so rules
-            for their float shapes do not fit; `lazymodel.auto()` does.
-        filters: Selects layers, like the `filters` of `keras.Model.quantize`.
+        how: `"int8"`, `"int4"`, `"float8"` or a `keras.quantizers.QuantizationConfig`. For NNX, these quantize weights
+            alone, with a scale for each output channel, of matrix products and einsums; or a list of
+            `qwix.QuantizationRule`, or a provider, such as `qwix.PtqProvider(rules)`. Schemes that calibrate with
+            data (GPTQ, AWQ, static ranges of activations) need the loaded model. The user's own quantizer in a
+            configuration is run at once, with one layer's weights read at a time.
+        filters: Selects layers, like the `filters` of `keras.Model.quantize`. For NNX, a regex of module paths
+            (`re.fullmatch`), or a list of them.
+        inputs: For NNX, arguments of a call of the module, from which Qwix finds the kernels: a tuple, or a dict of
+            keyword arguments; arrays or `jax.ShapeDtypeStruct`. The call is traced. None is what the module's method
+            `get_model_input` returns, which Tunix' models have.
 
     Raises:
-        LazyModelError: The model has no layers that can be quantized in this way, or has other changes already.
+        LazyModelError: The model has no layers that can be quantized in this way, or has other changes already; or Qwix
+            is not installed.
 
     Example:
         >>> abstract = lk.abstract_from_preset(keras_hub.models.GemmaBackbone, "preset")
@@ -59,23 +78,34 @@ def quantize(model: AnyModel, how: Any, filters: str | Sequence[str] | Callable[
         True
     """
     _refuse_optimizer(model, "quantize")
-    return model.framework.quantize(model, how, filters)
+    return model.framework.quantize(model, how, filters, inputs)
 
 
-def lora(model: AnyModel, rank: int, targets: str | None = None) -> AnyModel:
+def lora(
+    model: AnyModel,
+    rank: Any,
+    targets: str | None = None,
+    *,
+    inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
+) -> AnyModel:
     """The model with LoRA pairs, initialized on their devices and split like their kernels unless a rule matches them.
 
-    For Keras models, like `model.backbone.enable_lora(rank)` after loading: only the pairs are trained.
-    It comes after `quantize` and before `shard`, `with_optimizer` and `reinitialize`.
+    Only the pairs are trained. It comes after `quantize`, and before `with_optimizer`.
+
+    - A Keras model, like `model.backbone.enable_lora(rank)` after loading: also before `shard` and `reinitialize`.
+    - An NNX module, like `qwix.apply_lora_to_model` after loading: the kernel `…/kernel` gets `…/kernel_lora_a` and
+      `…/kernel_lora_b`, of the kind `nnx.LoRAParam`. Qwix multiplies their product by `alpha / rank`, which is 1 here.
 
     Args:
-        rank: The rank of the pairs.
+        rank: The rank of the pairs. For NNX also a `qwix.LoraProvider`, which may quantize, too.
         targets: Regex of whole paths (`re.fullmatch`): the layers whose kernel or embeddings it matches get a pair.
             None is the query and value projections, or the default of the backbone.
+        inputs: As for `quantize`, of the same call. A dict may have an `nnx.Rngs` as `rngs`, from which pairs are
+            drawn; without it they are those of `nnx.Rngs(10003)`, Qwix' default.
 
     Raises:
         LazyModelError: The rank is not a positive integer, no layer is a target, a target cannot have a pair, or the
-            model has other changes already.
+            model has other changes already; or Qwix is not installed.
 
     Example:
         >>> tuned = lk.abstract_from_preset(keras_hub.models.GemmaBackbone, "preset").lora(4).shard(mesh, lm.auto())
@@ -83,7 +113,7 @@ def lora(model: AnyModel, rank: int, targets: str | None = None) -> AnyModel:
         [(2, 16, 4), (4, 8)]
     """
     _refuse_optimizer(model, "lora")
-    return model.framework.lora(model, rank, targets)
+    return model.framework.lora(model, rank, targets, inputs)
 
 
 def _refuse_optimizer(model: ModelSpec, step: str) -> None:
@@ -323,8 +353,10 @@ def reinitialize(
             raise LazyModelError(
                 "muP multiplies the model's own values and takes no initializer or key; rekey draws others"
             )
-        return rules.rescaled(model)
+        read = rules.rescaled(model.as_read())
+        return from_read(dataclasses.replace(model, recipes=read.recipes, sources=read.sources), read)
     key = _checked_key(key)
+    changed, model = model, model.as_read()
     chosen = _choose(model, rules, initializer)
     absent = jax.ShapeDtypeStruct((), jax.eval_shape(jax.random.key, 0).dtype)
 
@@ -354,7 +386,7 @@ def reinitialize(
     recipes = [recipe.restricted_to(paths) for recipe, paths in zip(model.recipes, kept, strict=True) if paths]
     sources = {path: source for path, source in model.sources.items() if path not in chosen}
     recipes, sources = (*recipes, *traced.recipes), {**sources, **traced.sources}
-    return dataclasses.replace(model, variables=variables, recipes=recipes, sources=sources)
+    return from_read(dataclasses.replace(changed, recipes=recipes, sources=sources), variables)
 
 
 def rekey(model: AnyModel, key: jax.Array | int, pattern: str = ".*") -> AnyModel:
@@ -381,7 +413,8 @@ def rekey(model: AnyModel, key: jax.Array | int, pattern: str = ".*") -> AnyMode
     checked = _checked_key(key)
     if checked is None:
         raise LazyModelError("rekey needs a key, such as jax.random.key(0)")
-    matched = set(_matched(model, pattern, (variable for variable in model.values() if not variable.is_key)))
+    read = model.as_read()
+    matched = set(_matched(read, pattern, (variable for variable in read.values() if not variable.is_key)))
     recipes: list[InitRecipe] = []
     with on_host():
         for recipe in model.recipes:

@@ -128,6 +128,8 @@ def run_blocks(folder: Path) -> tuple[dict[str, int], str]:
 def test_code_block_runs(block: Block, blocks_ran: tuple[dict[str, int], str]) -> None:
     if "keras" in block.code:
         pytest.importorskip("keras_hub")
+    if ".quantize(" in block.code and "nnx" in block.code:
+        pytest.importorskip("qwix")
     if "TrainingCheckpoint" in block.code and not hasattr(pytest.importorskip("keras").callbacks, "OrbaxCheckpoint"):
         pytest.skip("this Keras has no OrbaxCheckpoint")
     statuses, said = blocks_ran

@@ -20,7 +20,7 @@ import functools
 import re
 import types
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -31,9 +31,12 @@ from lazymodel._abstract.framework import Framework, ModelSpec, Optimizer, Train
 from lazymodel._abstract.pairs import LoraPair, named_pairs
 from lazymodel._abstract.variable import OPTIMIZER, PathOf, is_trained_pair, path_of, path_text, trained_path
 from lazymodel._programs.jaxprs import CONFIG, is_key, with_weak_type
+from lazymodel._sharding.follow import follow_weights, from_read
 from lazymodel._sharding.shard import resolve_logical
+from lazymodel._show.text import listed
 from lazymodel._trace.errors import cells_with_tracers, is_iterator, refuse_empty, refuse_escaped, watched
 from lazymodel._trace.function import known_value, trace_function
+from lazymodel_flax import _qwix
 
 _PARAMS = "params/"  # prefix of the paths of the collection that Linen trains
 # Paths of the state of given NNX objects after `build` has run; these are not variables of the model.
@@ -318,7 +321,9 @@ class _Built:
     graphdef: Any  # the result's graph definition; None if it contains no NNX objects
     path_of: PathOf  # names the leaves of its state, or of a result without NNX objects
     axes: Mapping[str, tuple[Any, Any]] = dataclasses.field(default_factory=dict[str, tuple[Any, Any]])
-    params: frozenset[str] = frozenset()  # the paths of values of `nnx.Param`
+    params: frozenset[str] = frozenset()  # the paths of values of the kind that is trained
+    trained: type[nnx.Variable[Any]] = nnx.Param  # that kind
+    rules: tuple[Any, ...] = ()  # Qwix' rules by which it was quantized
 
 
 def _is_node(leaf: Any) -> bool:
@@ -436,6 +441,14 @@ class _Results(Framework):
         super().__init__(lambda leaves: traced.structure({**dict.fromkeys(after), **leaves})[0])
 
 
+class _Traced(NamedTuple):
+    """A module that Qwix has changed while it was traced."""
+
+    traced: ModelSpec
+    built: _Built
+    changed: _qwix.Changed
+
+
 class _Module(_Results):
     """NNX modules, split and merged again."""
 
@@ -478,7 +491,8 @@ class _Module(_Results):
         self, variables: Mapping[str, AbstractVariable], optimizer: Optimizer, leaves: Mapping[str, Any]
     ) -> Training:
         structs = {path: dataclasses.replace(v, sharding=None, layout=None).struct for path, v in variables.items()}
-        trained = nnx.Param if frozenset(leaves) == self._built.params else _Trained(frozenset(leaves))
+        whole = frozenset(leaves) == self._built.params
+        trained = self._built.trained if whole else _Trained(frozenset(leaves))
         module, own_modes = self._merged({**structs, **leaves}), _Modes.current()
         # State takes over the axis names of its parameters, and would also be put on a mesh here.
         _set_eager(module, True, _LATER)
@@ -491,6 +505,105 @@ class _Module(_Results):
             return module, own_modes.applied(nnx.merge(graphdef, state))
 
         return Training(state, finish, _state_path, {path: path for path in leaves})
+
+    def quantize(self, model: ModelSpec, how: Any, filters: Any, inputs: Any) -> ModelSpec:
+        if model.conversions or self._built.trained is nnx.LoRAParam:
+            what = "is quantized" if model.conversions else "has LoRA pairs"
+            raise LazyModelError(f"{model.name} {what} already; quantize comes before lora, with all rules at once")
+        provider, rules = _qwix.quantization(how, filters)
+        found = self._traced(model, provider, inputs, rules)
+        if kernels := _qwix.transposed(model, found.changed.weights):
+            if not rules:
+                raise LazyModelError(
+                    f"{kernels[0]!r} is used transposed, and cannot be quantized for its other uses: exclude its "
+                    "module by a first rule without weight_qtype, or give quantize the rules instead of a provider"
+                )
+            provider, rules = _qwix.excluding(rules, kernels)
+            found = self._traced(model, provider, inputs, rules)
+        if not found.changed.weights:
+            raise LazyModelError(f"quantize({how!r}) changes nothing: its rules match no kernel of {model.name}")
+        return self._with(model, found)
+
+    def lora(self, model: ModelSpec, rank: Any, targets: str | None, inputs: Any) -> ModelSpec:
+        rules = self._built.rules
+        if self._built.trained is nnx.LoRAParam:
+            raise LazyModelError(f"{model.name} has LoRA pairs already: give lora one regex for all targets")
+        found = self._traced(model, _qwix.pairs(model, rank, targets, rules), inputs, rules)
+        if not found.built.params:
+            raise LazyModelError(f"lora changes nothing: no kernel of {model.name} is a target")
+        return self._with(model, found)
+
+    def _traced(self, model: ModelSpec, provider: Any, inputs: Any, rules: tuple[Any, ...]) -> _Traced:
+        """The module as Qwix changes it: quantized kernels and LoRA pairs among its variables."""
+        structs = {path: dataclasses.replace(v, sharding=None, layout=None).struct for path, v in model.items()}
+        module = self._merged(structs)
+        if not isinstance(module, nnx.Module) or self._modes.hijax or self._modes.ref:
+            raise LazyModelError(f"Qwix changes one nnx.Module of plain variables; {model.name} is another object")
+        call = _qwix.Call.of(model, module, inputs)
+        found: list[tuple[_Built, _qwix.Changed]] = []
+
+        def change(structs: Mapping[str, Any], args: Any, kwargs: Any, *, labelled: bool) -> Any:
+            module = self._merged(structs)
+            _set_eager(module, True, _LATER)
+            with self._modes.suspended():
+                changed = _qwix.change(provider, module, _qwix.Call(args, kwargs, call.rngs), labelled=labelled)
+            _set_eager(changed.module, _LATER, True)
+            graphdef, state = nnx.split(changed.module)
+            pairs = frozenset(_by_path(nnx.filter_state(state, nnx.LoRAParam))) - structs.keys()
+            names = {path: axes for path, axes in _axis_names(state).items() if path in pairs}
+            trained = nnx.LoRAParam if pairs else nnx.Param
+            found.append((_Built(graphdef, _variable_path, names, pairs, trained, rules), changed))
+            return state, []
+
+        def trace(*, labelled: bool) -> ModelSpec:
+            traced = functools.partial(change, labelled=labelled)
+            given = (structs, call.args, call.kwargs)
+            return trace_function(
+                traced, given, {}, name=model.name, path_of=lambda keys: _variable_path(keys[1:]), derive=dict
+            )
+
+        try:
+            traced = trace(labelled=True)
+        except Exception:  # such as for names of dimensions of a kernel that is used in another shape
+            try:
+                traced = trace(labelled=False)
+            except Exception as error:
+                error.add_note(f"while Qwix called {model.name} with {inputs!r}")
+                raise
+        return _Traced(traced, *found[-1])
+
+    def _with(self, model: ModelSpec, found: _Traced) -> ModelSpec:
+        """The model with the variables of a traced module that Qwix has changed."""
+        traced, built, changed = found
+        conversions, variables = _qwix.conversions(model, changed.weights)
+        known, computed = {**model, **variables}, set(() if traced.derived is None else traced.derived.paths)
+        if others := [path for path in traced if path not in known and (path in computed or path not in built.params)]:
+            raise LazyModelError(
+                f"{listed(map(repr, others))}: a call of {model.name} makes these variables, and they have values only "
+                "once it runs (ranges of activations, or what a module keeps of its inputs). Use rules without "
+                "act_static_scale, or load the model and call qwix.quantize_model"
+            )
+        for path in traced:
+            if path not in known:
+                of = path.removesuffix("_lora_a").removesuffix("_lora_b")
+                dims = changed.dims.get(path)
+                known[path] = dataclasses.replace(traced[path], weight=None if dims is None else (of, dims))
+        trainable = {
+            path: dataclasses.replace(v, trainable=path in built.params if built.params else v.trainable)
+            for path, v in known.items()
+        }
+        new = [path for path in traced if path in built.params]
+        kept = ((recipe, [path for path in recipe.paths if path in new]) for recipe in traced.recipes)
+        result = dataclasses.replace(
+            model,
+            variables={path: trainable[path] for path in traced},
+            recipes=(*model.recipes, *(recipe.restricted_to(paths) for recipe, paths in kept if paths)),
+            sources={**model.sources, **{path: traced.sources[path] for path in new if path in traced.sources}},
+            framework=_Module(traced.framework, [], built, self._modes),
+            conversions=(*model.conversions, *conversions),
+        )
+        read = _with_logical_axes(result.as_read(), built.axes)
+        return from_read(result, {**read.variables, **follow_weights(read.variables, new)})
 
 
 @dataclasses.dataclass(frozen=True)

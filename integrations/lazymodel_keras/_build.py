@@ -25,7 +25,8 @@ from lazymodel import (
 )
 from lazymodel._errors import warn
 from lazymodel._sharding.auto import Auto
-from lazymodel._sharding.shard import Rules, follow_weights
+from lazymodel._sharding.follow import follow_weights
+from lazymodel._sharding.shard import Rules
 from lazymodel._show.progress import ReportTo
 from lazymodel._show.text import closest, folded_names, listed
 from lazymodel.checkpoints._untrusted import read_json_file, weight_map

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn, Protocol, Self, TypeVar
 
@@ -17,7 +18,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from lazymodel._abstract.pairs import LoraPair, named_pairs
-from lazymodel._abstract.variable import AbstractVariable, on_device, path_text
+from lazymodel._abstract.variable import AbstractVariable, automatic, on_device, path_text
 from lazymodel._errors import LazyModelError
 from lazymodel._programs.programs import InitRecipe, ProgramCache
 from lazymodel._show.progress import Span
@@ -85,6 +86,31 @@ class Derived:
 
         placed = {path: shardings[path] for path in paths}
         return jax.jit(some, out_shardings=placed)({path: arrays[path] for path in self.parameters})
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """Variables that are computed from one value that is not kept, such as the numbers and scales of a kernel."""
+
+    variable: AbstractVariable  # that value: what a checkpoint or an init recipe has
+    paths: tuple[str, ...]
+    # Traceable; the same object for all values of one shape, dtype and computation, so that it is compiled once.
+    function: Callable[[jax.Array], Sequence[jax.Array]]
+
+    def compute(self, array: jax.Array, shardings: Mapping[str, Sharding]) -> dict[str, jax.Array]:
+        """The variables, complete when this returns, so that few of the values exist at once."""
+        array = automatic(array)
+        placed = tuple(shardings[path] for path in self.paths)
+        compiled = _conversion(self.function, array.sharding, placed)
+        return dict(zip(self.paths, jax.block_until_ready(compiled(array)), strict=True))
+
+
+@functools.lru_cache(256)  # a model has a few
+def _conversion(function: Callable[..., Any], given: Sharding, placed: tuple[Sharding, ...]) -> Callable[..., Any]:
+    def compute(array: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(function(on_device(array, given)))
+
+    return jax.jit(compute, out_shardings=placed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,11 +229,11 @@ class Framework:
         """The LoRA pairs among the model's variables."""
         return named_pairs({path: variable.shape for path, variable in variables.items()})
 
-    def quantize(self, model: Any, how: Any, filters: Any) -> Any:
+    def quantize(self, model: Any, how: Any, filters: Any, inputs: Any) -> Any:
         """The quantized model; see `AbstractModel.quantize`."""
         _refuse(model, "quantized", "quantize='int8'")
 
-    def lora(self, model: Any, rank: int, targets: str | None) -> Any:
+    def lora(self, model: Any, rank: Any, targets: str | None, inputs: Any) -> Any:
         """The model with LoRA pairs; see `AbstractModel.lora`."""
         _refuse(model, "given LoRA pairs", "lora_rank=8")
 
@@ -221,8 +247,8 @@ class _Place:
 
 def _refuse(model: Any, what: str, stated: str) -> NoReturn:
     raise LazyModelError(
-        f"only Keras models are {what} as a step, and {model.name} is not one: build it with layers that are {what} "
-        f"already. plan(what_if=lazymodel.WhatIf({stated})) shows their memory"
+        f"only Keras models and NNX modules are {what} as a step, and {model.name} is neither: build it with what is "
+        f"{what} already. plan(what_if=lazymodel.WhatIf({stated})) shows their memory"
     )
 
 
@@ -253,6 +279,8 @@ class ModelSpec(Mapping[str, AbstractVariable]):
         derived: How to compute variables that depend on the values of others, once these exist.
         optimized: The variables that the model's optimizer trains; None without one.
         spent: Time spent on making it: building, sharding.
+        conversions: How to compute variables from values that are read or initialized and not kept; the sources and
+            recipes are of these values.
         aliases: Other paths of variables that occur in several places, as tied weights do → the variable's path.
     """
 
@@ -269,6 +297,7 @@ class ModelSpec(Mapping[str, AbstractVariable]):
     optimized: Optimized | None = None
     spent: tuple[Span, ...] = ()
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+    conversions: tuple[Conversion, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "variables", MappingProxyType(dict(self.variables)))
@@ -276,6 +305,7 @@ class ModelSpec(Mapping[str, AbstractVariable]):
         object.__setattr__(self, "aliases", MappingProxyType(dict(self.aliases)))
         known = {path for recipe in self.recipes for path in recipe.paths} | set(self.sources)
         known.update(() if self.derived is None else self.derived.paths)
+        known.update(path for conversion in self.conversions for path in conversion.paths)
         if unknown := [path for path in self.variables if path not in known]:
             raise LazyModelError(f"no way to initialize {unknown[0]!r} ({len(unknown)} such variables); this is a bug")
 
@@ -321,6 +351,13 @@ class ModelSpec(Mapping[str, AbstractVariable]):
         """Number of elements of the model's own floating-point or complex variables: without counters, masks, keys."""
         own = (variable for variable in self.values() if variable.follows is None)
         return sum(variable.size for variable in own if jax.numpy.issubdtype(variable.dtype, np.inexact))
+
+    def as_read(self, given: Container[str] = ()) -> Self:
+        """The model with the values in place of what is computed from them, unless all of that is among `given`."""
+        left = [each for each in self.conversions if not all(path in given for path in each.paths)]
+        value = {path: each.variable for each in left for path in each.paths}
+        read = (value.get(path, variable) for path, variable in self.items())
+        return self.with_variables({variable.path: variable for variable in read}) if left else self
 
     def with_variables(self, variables: Mapping[str, AbstractVariable]) -> Self:
         """The same model with other variables (same paths), such as resharded ones."""

@@ -28,7 +28,7 @@ from typing import Any, Protocol, TypeAlias, TypeGuard, cast
 import jax
 import numpy as np
 from jax.experimental.layout import Format, Layout
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from lazymodel._errors import LazyModelError, ShardingError
 from lazymodel._programs.jaxprs import is_key, stored_as
@@ -73,6 +73,29 @@ def in_memory(sharding: Sharding | None, kind: str | None, path: str) -> Shardin
 def on_device(array: Any, sharding: Sharding | None) -> Any:
     """While tracing: an array of this sharding, moved to its devices' own memory if it is offloaded."""
     return jax.device_put(array, jax.memory.Space.Device) if is_offloaded(sharding) else array
+
+
+def automatic(array: jax.Array) -> jax.Array:
+    """The array on a mesh of Auto axes, in the same buffers.
+
+    `jax.make_mesh` gives Explicit axes since JAX 0.7: then every operation whose result sharding is ambiguous has to
+    state it, which Keras' layers and Qwix do not (Dropout fails, for example). Under Auto axes XLA decides.
+    """
+    placed = automatic_sharding(array.sharding)
+    if placed is array.sharding:
+        return array
+    shards = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, placed, shards, dtype=array.dtype)
+
+
+def automatic_sharding(sharding: Any) -> Any:
+    """The same sharding on a mesh of Auto axes."""
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        return sharding
+    if all(kind == AxisType.Auto for kind in sharding.mesh.axis_types):
+        return sharding
+    mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
+    return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 
 def _device(sharding: Any) -> Any:
@@ -129,6 +152,9 @@ class AbstractVariable:
             another array of lower precision the result has that precision. Loaded or initialized, it has this type,
             like an array after `parameter[...] = loaded`.
         on_host: True if it is a NumPy array, and is returned as one unless its sharding splits it over devices.
+        weight: For what belongs to a weight and knows it, such as a LoRA pair of Qwix: the weight's path, and for each
+            dimension the corresponding one of the weight, or None.
+
     Example:
         >>> sharded["up/kernel"]
         AbstractVariable('up/kernel', float32[64, 256], P(None, 'model'), normal)
@@ -148,6 +174,7 @@ class AbstractVariable:
     follows: str | None = None
     weak_type: bool = False
     on_host: bool = False
+    weight: tuple[str, tuple[int | None, ...]] | None = None
 
     @property
     def size(self) -> int:

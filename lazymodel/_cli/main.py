@@ -206,6 +206,7 @@ _FEATURES = (  # (feature, the package that it needs, the extra of lazymodel or 
     ("plans by the TPU compiler", "libtpu", "lazymodel[tpu]"),
     ("optimizer state", "optax", "optax"),
     ("GGUF files of types IQ1 to IQ3", "gguf", "lazymodel[gguf]"),
+    ("quantizing NNX modules, LoRA pairs", "qwix", "lazymodel[qwix]"),
     ("plots", "matplotlib", "matplotlib"),
     ("plans as pages", "plotly", "lazymodel[page]"),
     ("completion in shells", "shtab", "lazymodel[completion]"),

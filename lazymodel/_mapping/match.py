@@ -258,7 +258,7 @@ def refuse_derived(model: ModelSpec, choice: LoadPlan) -> None:
     if others := [path for path in model if path not in known]:
         raise LazyModelError(
             f"{others[0]!r} ({len(others)} such variables) is computed from the values of other variables, of "
-            "which none is kept. Take the model without its optimizer, or materialize it"
+            "which none is kept. Take the model without its optimizer or before it is quantized, or materialize it"
         )
 
 

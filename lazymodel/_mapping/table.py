@@ -257,7 +257,9 @@ class WeightMap:
         """
         if not callable(getattr(cast(Any, adapter), "fit", None)):
             raise CheckpointError(f"expected an adapter, found {adapter!r}; open one: lm.open_adapter(folder)")
-        pairs = with_scale(_abstract(abstract).framework.lora_pairs(abstract), scale)
+        if not isinstance(cast(Any, abstract), ModelSpec):
+            raise LazyModelError(f"adapters are for an abstract model; got {type(abstract).__name__}")
+        pairs = with_scale(abstract.framework.lora_pairs(abstract), scale)
         if not pairs:
             raise LazyModelError(f"{abstract.name} has no LoRA pairs; build it with them, or merge: {_MERGE}")
         base, added = adapter.fit(given_checkpoint(checkpoint))
@@ -402,7 +404,7 @@ class WeightMap:
 def _variables(given: Any) -> Mapping[str, AbstractVariable]:
     """The variables of an abstract or a live model."""
     if isinstance(given, ModelSpec):
-        return given
+        return given.as_read()
     arrays = named_leaves(given, (jax.Array, np.ndarray))
     if not arrays:
         raise LazyModelError(

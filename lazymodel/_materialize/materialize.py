@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import threading
 import time
@@ -36,7 +37,7 @@ from lazymodel._mapping.match import (
 )
 from lazymodel._materialize.report import make_report
 from lazymodel._materialize.reshard import copied, device_moves, exchanged, exchanges
-from lazymodel._materialize.stream import StreamItem
+from lazymodel._materialize.stream import StreamItem, in_file_order
 from lazymodel._materialize.stream import stream as read_stream
 from lazymodel._programs.jaxprs import as_keys, is_weak, with_weak_type
 from lazymodel._programs.programs import run_recipes
@@ -51,6 +52,7 @@ from lazymodel._tensors.shards import boxes_for, check_replicas, on_host
 from lazymodel._tensors.tensor_source import ArrayTensor, CompositeSource, TensorSource
 
 _STREAM_BUDGET = 256 << 20  # bytes of the host's memory, within which `stream` reads variables ahead
+AHEAD = 128 << 20  # bytes of values that are not kept, read in a turn by a process: enough to keep files busy
 _READERS = 8  # files that are sampled at a time: the work is waiting for a disk
 
 
@@ -116,15 +118,15 @@ def materialize(
     (model, compiles), matching = prepared(model, compile, timeline), time.perf_counter()
     require_live(model.variables)
     model.framework.check_placed(model.variables)
-    shardings, assigned = device_shardings(model.variables), [variable.sharding for variable in model.values()]
+    assigned = [variable.sharding for variable in model.values()]
     # Before the first program runs: a program that only some processes run could wait forever for the others.
     with agreement(assigned) as stage:
-        deliver = delivery(report)
-        checkpoint = flat_checkpoint(checkpoint)
-        choice = resolve_and_warn(model, checkpoint, initialize=initialize, strict=strict, cast=cast)
-        load = _Load(model, choice, shardings, parse_budget(max_host_memory, default_budget()), replicas)
+        deliver, checkpoint = delivery(report), flat_checkpoint(checkpoint)
+        read = model.as_read(checkpoint or ())
+        choice = resolve_and_warn(read, checkpoint, initialize=initialize, strict=strict, cast=cast)
+        load = _Load(model, read, choice, parse_budget(max_host_memory, default_budget()), replicas)
         timeline.add("match", matching, time.perf_counter())
-        compiling = Compiling(model, compiles, shardings, timeline)
+        compiling = Compiling(model, compiles, device_shardings(model.variables), timeline)
         publish_fingerprint(stage, choice, compiling.names, itertools.chain(load.details(), compiling.details))
     with agreement(assigned) as stage, compiling.in_background():
         bar = progress_for(progress)
@@ -132,7 +134,7 @@ def materialize(
     with timeline.span("rebuild"):
         result = model.framework.rebuild(arrays)
     if deliver is not None:
-        deliver(make_report(model, choice, checkpoint, shardings, costs, timeline, time.perf_counter() - start))
+        deliver(make_report(read, choice, checkpoint, load.shardings, costs, timeline, time.perf_counter() - start))
     return result
 
 
@@ -177,37 +179,32 @@ def stream(
         up/kernel (64, 256) P(None, 'model')
     """
     require_live(model.variables)
-    shardings = device_shardings(model.variables)
     budget = parse_budget(max_host_memory, _STREAM_BUDGET)
     with agreement([variable.sharding for variable in model.values()], done="streamed") as stage:
-        checkpoint = flat_checkpoint(checkpoint)
+        checkpoint, stored = flat_checkpoint(checkpoint), model
+        model = model.as_read(checkpoint or ())
+        shardings = device_shardings({**stored.variables, **model.variables})
         choice = resolve_and_warn(model, checkpoint, initialize=initialize, strict=strict, cast=cast)
         refuse_derived(model, choice)
         publish_fingerprint(stage, choice)
-        return _each(model, choice, shardings, budget)
+        return _converted(model, shardings, _each(model, choice, shardings, budget))
 
 
 class _Load:
     """What is loaded and initialized, and how: `items` are read, those with `exchanges` in parts, `moves` copied."""
 
-    def __init__(
-        self,
-        model: ModelSpec,
-        choice: LoadPlan,
-        shardings: Mapping[str, Sharding],
-        budget: int,
-        replicas: str | None,
-    ) -> None:
-        self.model, self.choice, self.shardings, self.budget = model, choice, shardings, budget
-        tensors = {path: read_as(model[path], source, choice) for path, source in choice.sources.items()}
-        items = _items(model, tensors, shardings)
+    def __init__(self, model: ModelSpec, read: ModelSpec, choice: LoadPlan, budget: int, replicas: str | None) -> None:
+        self.read, self.choice, self.budget = read, choice, budget
+        self.shardings = device_shardings({**model.variables, **read.variables})
+        tensors = {path: read_as(read[path], source, choice) for path, source in choice.sources.items()}
+        items = _items(read, tensors, self.shardings)
         self.moves = device_moves(items)
         moved = {move.path for move in self.moves}
         items = [item for item in items if item.path not in moved]
         check_replicas(replicas)
         self.exchanges = exchanges(items, replicas) if jax.process_count() > 1 else {}
         parts = {path: exchange.part for path, exchange in self.exchanges.items()}
-        self.items = [parts.get(item.path, item) for item in items]
+        self.items = _in_turns([parts.get(item.path, item) for item in in_file_order(items)], read)
 
     def details(self) -> Iterator[str]:
         """The programs that copy arrays or exchange parts, in order: the same in all processes."""
@@ -224,7 +221,8 @@ def _make_arrays(
     programs run first: their temporaries are needed while the devices are still empty. With every unit of work it
     checks if the stage has failed elsewhere or something cannot be compiled, and then raises.
     """
-    model, choice, shardings = load.model, load.choice, load.shardings
+    model, choice, shardings = load.read, load.choice, load.shardings
+    convert = _converting(model, shardings)
 
     def held_nbytes(sharding: Sharding, shape: tuple[int, ...], dtype: Any) -> int:
         """Bytes of all distinct shards that this process's devices hold."""
@@ -239,29 +237,39 @@ def _make_arrays(
     bar.start(sum(nbytes.values()), f"{model.name}: materializing {len(model)} variables{_from_where(choice)}")
     try:
         # Raises at once if something cannot be read at all.
-        arriving = read_stream(load.items, max_host_memory=load.budget, on_bytes=watcher.advance, hold=watcher.hold)
+        arriving = read_stream(
+            load.items,
+            max_host_memory=load.budget,
+            on_bytes=watcher.advance,
+            hold=watcher.hold,
+            in_order=True,
+        )
         if load.exchanges:
             arriving = exchanged(arriving, load.exchanges, stage, timeline)
         with timeline.span("initialize", "compiling"):
             computed = run_recipes(choice.recipes, shardings, model.programs)
         with timeline.span("initialize", "running"):
             for path, array in computed:
-                arrays[path] = _in_layout(array, model[path])
+                arrays |= (made := convert(path, _in_layout(array, model[path])))
+                if path not in made:
+                    array.delete()  # `computed` still holds it
+                del array, made
                 watcher.advance(nbytes[path], path)
         started, bytes_before, requests_before = time.perf_counter(), BYTES_READ.count, REQUESTS.so_far()
         for path, array in copied(load.moves, stage):
-            arrays[path] = _in_layout(as_keys(array, model[path].dtype), model[path])
+            arrays |= convert(path, _in_layout(as_keys(array, model[path].dtype), model[path]))
             watcher.advance(nbytes[path], path)
         with contextlib.closing(arriving):  # a failure here ends its threads at once
             for path, array in arriving:
-                arrays[path] = _in_layout(as_keys(array, model[path].dtype), model[path])
+                arrays |= convert(path, _in_layout(as_keys(array, model[path].dtype), model[path]))
+                del array
                 watcher.advance(nbytes[path] - read[path] if path in read else 0, path)
         for path, array in _rest(model, choice, arrays, shardings):
             arrays[path] = array
             watcher.advance(nbytes[path], path)
         # In the model's order, since every process has to run a program for all in the same order.
-        arrays.update({path: _as_weak(arrays[path], model[path]) for path in model})
-        jax.block_until_ready([arrays[item.path] for item in load.items])
+        arrays.update({path: _as_weak(arrays[path], model[path]) for path in model if path in arrays})
+        jax.block_until_ready([arrays[item.path] for item in load.items if item.path in arrays])
         timeline.add("stream", started, time.perf_counter())
         with timeline.span("initialize", "running"):
             jax.block_until_ready(list(arrays.values()))  # the init programs, which ran while files were read
@@ -284,6 +292,12 @@ def _make_arrays(
         bar.finish()
 
 
+def _converting(read: ModelSpec, shardings: Mapping[str, Sharding]) -> Callable[[str, Any], dict[str, Any]]:
+    """A function from a path and its array to the variables that are made of it: itself, or what a conversion makes."""
+    conversions = {each.variable.path: each for each in read.conversions if each.variable.path in read}
+    return lambda path, array: {path: array} if path not in conversions else conversions[path].compute(array, shardings)
+
+
 def _items(model: ModelSpec, tensors: Mapping[str, Any], shardings: Mapping[str, Sharding]) -> list[StreamItem]:
     """Tensors to read, or arrays to copy from memory, onto devices."""
     return [
@@ -292,6 +306,19 @@ def _items(model: ModelSpec, tensors: Mapping[str, Any], shardings: Mapping[str,
         for path, tensor in tensors.items()
         if not stays_on_host(model[path])
     ]
+
+
+def _in_turns(items: Sequence[StreamItem], read: ModelSpec) -> list[StreamItem]:
+    """The items, with turns by which few values that are not kept are on devices at once: those of two turns."""
+    passing = {each.variable.path for each in read.conversions if each.variable.path in read}
+    turn = taken = 0
+    found: list[StreamItem] = []
+    for item in items:
+        if item.path in passing:
+            nbytes = sum(boxes_for(item.sharding, item.shape).sizes) * item.dtype.itemsize
+            turn, taken = (turn + 1, nbytes) if taken and taken + nbytes > AHEAD else (turn, taken + nbytes)
+        found.append(dataclasses.replace(item, turn=turn))
+    return found
 
 
 def _rest(
@@ -352,6 +379,18 @@ def _from_where(choice: LoadPlan) -> str:
     return f" from {listed(folders, most=1)}" if folders else ""
 
 
+def _converted(
+    read: ModelSpec, shardings: Mapping[str, Sharding], values: Generator[tuple[str, Any]]
+) -> Generator[tuple[str, Any]]:
+    convert = _converting(read, shardings)
+    with contextlib.closing(values):
+        for path, array in values:
+            done = convert(path, array)
+            del array
+            while done:
+                yield (path := next(iter(done))), done.pop(path)
+
+
 def _each(
     model: ModelSpec, choice: LoadPlan, shardings: Mapping[str, Sharding], budget: int
 ) -> Generator[tuple[str, Any]]:
@@ -368,7 +407,8 @@ def _each(
             del done
     order = {path: index for index, path in enumerate(model)}
     ordered = {path: tensors[path] for path in sorted(tensors, key=order.__getitem__)}
-    with contextlib.closing(read_stream(_items(model, ordered, shardings), max_host_memory=budget)) as arriving:
+    items = _in_turns(in_file_order(_items(model, ordered, shardings)), model)
+    with contextlib.closing(read_stream(items, max_host_memory=budget, in_order=True)) as arriving:
         for path, array in arriving:
             done = _as_weak(_in_layout(as_keys(array, model[path].dtype), model[path]), model[path])
             del array  # only the caller holds it, so that it can be freed before the next one

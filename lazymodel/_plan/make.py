@@ -86,6 +86,7 @@ class Step:
 
 def make_steps(
     model: ModelSpec,
+    read: ModelSpec,
     choice: LoadPlan,
     placement: Placement,
     traffic: Traffic,
@@ -93,36 +94,49 @@ def make_steps(
     *,
     compile_programs: bool,
 ) -> tuple[list[Step], int]:
-    """The steps of materializing on devices, in order, and the number of compiled programs."""
-    shard = {path: resident_nbytes(variable) for path, variable in model.items() if not stays_on_host(variable)}
-    offloaded = {path: offloaded_nbytes(model[path]) for path in shard}
+    """The steps of materializing on devices, in order, and the number of compiled programs.
+
+    `read` is the model as it is read. Values that are not kept are temporary.
+    """
+    made = {each.variable.path: each.paths for each in read.conversions if each.variable.path in read}
+    kept = {path: [model[p] for p in made[path]] if path in made else [read[path]] for path in read}
+    shard = {path: sum(map(resident_nbytes, kept[path])) for path in read if not stays_on_host(read[path])}
+    offloaded = {path: sum(map(offloaded_nbytes, kept[path])) for path in shard}
+    passing = {path: resident_nbytes(read[path]) if path in made else 0 for path in shard}
     group = placement.group
     groups = [paths for recipe in choice.recipes for paths in grouped_by(recipe.paths, group.__getitem__).values()]
     programs: Sequence[InitProgram | None] = [None] * len(groups)
     if compile_programs and choice.recipes:
         recipes = [part for recipe in choice.recipes for part in by_devices(recipe, placement.shardings)]
         groups = [list(recipe.paths) for recipe in recipes]
-        programs = model.programs.get_all(
+        programs = read.programs.get_all(
             [(recipe, [placement.shardings[path] for path in recipe.paths]) for recipe in recipes]
         )
     computed: list[Step] = []
     for paths, program in zip(groups, programs, strict=True):
-        nbytes, away = (sum(amounts[path] for path in paths) for amounts in (shard, offloaded))
+        nbytes, away, passed = (sum(amounts[path] for path in paths) for amounts in (shard, offloaded, passing))
         whole = 0
         if program is None:
-            temporaries = (_cpu_temporaries(model[path].shard_nbytes, model[path].dtype.itemsize) for path in paths)
+            temporaries = (_cpu_temporaries(read[path].shard_nbytes, read[path].dtype.itemsize) for path in paths)
             temporary = sum(temporaries) if platform == "cpu" else away  # created on the device, then moved
         else:
             # On CPUs, results in either memory count as results.
-            nbytes, temporary = max(program.output_nbytes - away, nbytes), program.temp_nbytes
-            whole = sum(model[path].nbytes for path in paths) if program.by_kernel else 0
-        computed.append(Step("initialize", tuple(paths), group[paths[0]], nbytes, temporary, away, whole))
+            nbytes, temporary = max(program.output_nbytes - away - passed, nbytes), program.temp_nbytes
+            whole = sum(read[path].nbytes for path in paths) if program.by_kernel else 0
+        computed.append(Step("initialize", tuple(paths), group[paths[0]], nbytes, temporary + passed, away, whole))
     computed.sort(key=lambda step: -step.temporary_nbytes)  # the order of `run_recipes`
     loaded = sorted((path for path in choice.sources if path in shard), key=lambda p: _file_order(choice.sources[p]))
     known = {path for step in computed for path in step.paths}.union(loaded)
     exchanging = traffic.group_nbytes(loaded)
     steps = [
-        Step(action(choice, path), (path,), group[path], shard[path], exchanging.get(path, 0), offloaded[path])
+        Step(
+            action(choice, path),
+            (path,),
+            group[path],
+            shard[path],
+            exchanging.get(path, 0) + passing[path],
+            offloaded[path],
+        )
         for path in (*loaded, *(path for path in shard if path not in known))
     ]
     return computed + steps, len({id(program) for program in programs if program is not None})
@@ -456,19 +470,19 @@ def plan(
     given = (("device_memory", device_memory), ("host_memory", host_memory))
     limit, host_limit = (None if n is None else parse_bytes(n, name=name, at_least=1) for name, n in given)
     checkpoint = flat_checkpoint(checkpoint)  # one that `materialize` rejects still has a plan, with a note
-    choice = resolve(model, checkpoint, initialize=initialize or "missing", strict=False, cast="unsafe")
-    placement = Placement(device_shardings(model.variables))
-    devices = _devices(placement)
-    use = Use(model, placement.shardings, what_if)
-    traffic = Traffic(model, choice, placement, fleet, replicas)
+    read = model.as_read(checkpoint or ())
+    choice = resolve(read, checkpoint, initialize=initialize or "missing", strict=False, cast="unsafe")
+    placement = Placement(device_shardings({**model.variables, **read.variables}))
+    devices, use = _devices(placement), Use(model, placement.shardings, what_if)
+    traffic = Traffic(read, choice, placement, fleet, replicas)
     live = devices.live or (compile is not None and not compile.is_use)
-    steps, programs = make_steps(model, choice, placement, traffic, devices.platform, compile_programs=live)
+    steps, programs = make_steps(model, read, choice, placement, traffic, devices.platform, compile_programs=live)
     signature, resident = placement.most_loaded(use.shard_nbytes)
     timeline = tuple(make_timeline(steps, signature))
     in_use = _in_use(model, use, placement, compile, what_if)
     estimated = devices.platform if not programs and any(step.action == "initialize" for step in steps) else None
-    notes = [*use.notes, *_notes(refused_casts(model, checkpoint, choice), estimated, imagined=traffic.imagined)]
-    hosts = _make_hosts(model, choice, placement, traffic, steps, use.offloaded, on_cpu=devices.platform == "cpu")
+    notes = [*use.notes, *_notes(refused_casts(read, checkpoint, choice), estimated, imagined=traffic.imagined)]
+    hosts = _make_hosts(read, choice, placement, traffic, steps, use.offloaded, on_cpu=devices.platform == "cpu")
     kept, memory, offloading = _offloaded_to(hosts, placement, use.offloaded, fleet, devices.kind, live=devices.live)
     return MemoryPlan(
         name=model.name,
@@ -476,7 +490,7 @@ def plan(
         device_nbytes=resident,
         peak_nbytes=max((step.peak_nbytes for step in timeline), default=0),
         read_nbytes=_read_here(choice, hosts, live=devices.live),
-        host_nbytes=max((resident_nbytes(model[p]) + offloaded_nbytes(model[p]) for p in choice.sources), default=0),
+        host_nbytes=max((resident_nbytes(read[p]) + offloaded_nbytes(read[p]) for p in choice.sources), default=0),
         num_devices=len(placement.devices),
         device_memory=next((each for each in (limit, in_use.limit, devices.memory) if each is not None), None),
         programs=programs,
@@ -607,6 +621,8 @@ def _notes(refused: Sequence[str], estimated: str | None, *, imagined: bool) -> 
 
 
 def _rows(model: ModelSpec, choice: LoadPlan, use: Use) -> tuple[PlanRow, ...]:
+    of = {path: each.variable.path for each in model.conversions for path in each.paths}
+    of = {path: value for path, value in of.items() if path not in choice.sources}
     origins = {path: recipe.origin for recipe in choice.recipes for path in recipe.paths}
     for left_out in choice.mismatched:
         if left_out.path in origins:
@@ -620,8 +636,8 @@ def _rows(model: ModelSpec, choice: LoadPlan, use: Use) -> tuple[PlanRow, ...]:
             spec=variable.spec,
             shard_nbytes=use.shard_nbytes[path],
             nbytes=variable.nbytes,
-            action=action(choice, path),
-            source=origins.get(path) or variable.origin,
+            action=action(choice, of.get(path, path)),
+            source=origins.get(of.get(path, path)) or variable.origin,
             used_nbytes=sum(amounts.get(path, 0) for amounts in use.parts.values()),
             memory_kind=variable.memory_kind,
             offloaded_nbytes=use.offloaded.get(path, 0),

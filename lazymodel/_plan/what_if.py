@@ -25,8 +25,8 @@ from lazymodel._abstract.framework import ModelSpec
 from lazymodel._abstract.variable import in_memory, is_offloaded, offloaded_nbytes, resident_nbytes, stays_on_host
 from lazymodel._errors import LazyModelError
 from lazymodel._sharding.describe import describe
+from lazymodel._sharding.follow import lora_shardings
 from lazymodel._sharding.roles import HEADS
-from lazymodel._sharding.shard import lora_shardings
 from lazymodel._show.text import closest, grouped_by, plural
 from lazymodel._tensors.shards import mesh_size, spec_axes
 

@@ -222,7 +222,7 @@ def _running(recipes: Sequence[InitRecipe], programs: Sequence[InitProgram]) -> 
         recipe, program = recipes[index], programs[index]
         while in_flight and held + program.temp_nbytes > allowed:
             nbytes, earlier = in_flight.popleft()
-            jax.block_until_ready(earlier)
+            jax.block_until_ready([array for array in earlier if not array.is_deleted()])
             held -= nbytes
         arrays = program(recipe.inputs)
         held += program.temp_nbytes

@@ -134,7 +134,13 @@ def run_rewritten(
     model.framework.check_placed(model.variables)
     assigned = [variable.sharding for variable in model.values()]
     with agreement(assigned, done="run") as stage:
-        choice = resolve_and_warn(model, flat_checkpoint(checkpoint))
+        checkpoint = flat_checkpoint(checkpoint)
+        if model.as_read(checkpoint or ()) is not model:
+            raise LazyModelError(
+                f"run: the kernels of {model.name} are quantized once they are whole, and run reads them in parts: "
+                "run the model before quantize, or materialize it"
+            )
+        choice = resolve_and_warn(model, checkpoint)
         refuse_derived(model, choice)
         publish_fingerprint(stage, choice)
         variables = _Variables(model, choice)

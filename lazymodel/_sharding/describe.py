@@ -172,6 +172,10 @@ class _Describer:
     # --- one variable ---
 
     def described(self, v: _Variable) -> Described:
+        if v.variable.weight is not None and v.variable.weight[0] in self.all:
+            path, dims = v.variable.weight
+            labels = ["rank" if dim is None else "of its weight" for dim in dims]
+            return Described("lora", tuple(labels), v.variable.shape, follows=path, dims=dims)
         if (named := self._by_axis_names(v)) is not None:
             return named
         found = self._one(v)

@@ -29,8 +29,9 @@ from lazymodel._abstract.variable import (
     stays_on_host,
 )
 from lazymodel._errors import ShardingError, warn
-from lazymodel._sharding.auto import Auto, auto, trimmed
+from lazymodel._sharding.auto import Auto, auto
 from lazymodel._sharding.describe import describe
+from lazymodel._sharding.follow import follow, follow_weights, from_read
 from lazymodel._sharding.roles import Host, Role
 from lazymodel._show.progress import Span
 from lazymodel._show.table import Column, Report, Table, placed_text
@@ -104,7 +105,8 @@ def shard(
     sharding).
 
     Variables that no rule matches are replicated, except LoRA pairs and quantization scales, which are split like the
-    weight that they belong to. Optimizer state (`with_optimizer`) is sharded like the parameters that it belongs to,
+    weight that they belong to. For NNX modules, rules are for kernels as they were before `quantize`, and what replaces
+    a kernel is split like it. Optimizer state (`with_optimizer`) is sharded like the parameters that it belongs to,
     even if rules match its own paths. Only the patterns of a mapping that match no parameter apply to it (to spread it
     over data-parallel devices, for example). `with_optimizer` and those patterns decide in which memory it is stored.
 
@@ -136,7 +138,7 @@ def shard(
         hint = "Make one with jax.sharding.Mesh(devices, axis_names)."
         raise ShardingError(f"mesh is a jax.sharding.Mesh; got {type(mesh).__name__}. {hint}")
     rules, repair = named_rules(rules), named_rules(repair, "repair")
-    threshold = parse_bytes(large, name="large")
+    changed, model, threshold = model, model.as_read(), parse_bytes(large, name="large")
     found, notes = read_rules(rules, model, mesh, threshold)
     if notes and not repair:
         if not is_layout_map(rules):
@@ -152,7 +154,7 @@ def shard(
     assigned |= follow(following, parameters, mesh, kind)
     variables = kept_on_host({path: assigned[path] for path in own | state})
     spent = (*model.spent, Span.since(start, "shard"))
-    return dataclasses.replace(model, variables=variables, sharding_notes=notes, spent=spent)
+    return dataclasses.replace(from_read(changed, variables), sharding_notes=notes, spent=spent)
 
 
 def _assigned(
@@ -441,106 +443,6 @@ def check_spec(variable: AbstractVariable, spec: Any, mesh: Mesh) -> PartitionSp
                 f"parts (axis {', '.join(map(repr, axes))}); {hint}"
             )
     return spec
-
-
-# Variables that are split like another one ----------------------------------------------------------------------------
-
-
-def along(sharding: Any, dims: Sequence[int | None], shape: Sequence[int]) -> Any:
-    """The sharding of an array of this shape that belongs to one with this `sharding`; unchanged if that has no spec.
-
-    `dims` gives for each dimension the corresponding one of the other array, or None. A dimension that does not divide
-    is not split, such as one with fewer quantization scales than parts. The kind of memory is the same.
-    """
-    if not isinstance(sharding, NamedSharding):
-        return sharding
-    of_other = dict(enumerate(sharding.spec))
-    entries = [None if dim is None else of_other.get(dim) for dim in dims]
-    parts = [math.prod(sharding.mesh.shape[axis] for axis in flat_axes(entry)) for entry in entries]
-    fitting = [None if size % count else entry for size, count, entry in zip(shape, parts, entries, strict=True)]
-    return NamedSharding(sharding.mesh, trimmed(fitting), memory_kind=sharding.memory_kind)
-
-
-def follow_weights(variables: Mapping[str, AbstractVariable], paths: Iterable[str]) -> dict[str, AbstractVariable]:
-    """LoRA pairs and quantization scales among the paths, each split like the weight that it belongs to.
-
-    Omits those whose weight is unknown, has no sharding, or is itself one of the paths.
-    """
-    described = describe(variables)
-    left = set(paths)
-    followed: dict[str, AbstractVariable] = {}
-    for path, variable in variables.items():
-        role = described[path]
-        weight = variables.get(role.follows or "") if path in left and role.role in ("lora", "scale") else None
-        if weight is None or weight.path in left or weight.sharding is None:
-            continue
-        sharding = along(weight.sharding, role.dims, variable.shape)
-        sharding = in_memory(sharding, None, path) if role.role == "lora" else sharding
-        spec = f"{sharding.spec}, " if isinstance(sharding, NamedSharding) else ""
-        text = f"{spec}with {weight.path!r}, which it belongs to"
-        followed[path] = dataclasses.replace(variable, sharding=sharding, reason=Reason("follows", text))
-    return followed
-
-
-def lora_shardings(sharding: Any, shape: tuple[int, ...], rank: int) -> tuple[Any, Any]:
-    """The shardings of the LoRA pair of a weight of shape (…, n), which Keras makes (…, rank) and (rank, n).
-
-    A pair is trained, so it is on devices even if its weight is in host memory.
-    """
-    *rest, last = range(len(shape))
-    sharding = in_memory(sharding, None, "")
-    return along(sharding, [*rest, None], (*shape[:-1], rank)), along(sharding, [None, last], (rank, shape[-1]))
-
-
-def follow(
-    state: Mapping[str, AbstractVariable],
-    assigned: Mapping[str, AbstractVariable],
-    mesh: Any = None,
-    memory_kind: str | None = None,
-) -> dict[str, AbstractVariable]:
-    """Optimizer state, each variable placed like its parameter; without a parameter, on every device of the mesh.
-
-    Its kind of memory does not depend on its parameter's. State without a parameter is small, and on devices.
-    """
-    if mesh is None:
-        shardings = (variable.sharding for variable in assigned.values())
-        mesh = next((sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)), None)
-    mesh = getattr(mesh, "backend_mesh", mesh)
-    placed: dict[str, AbstractVariable] = {}
-    for path, variable in state.items():
-        parameter = assigned.get(variable.follows or "")
-        sharding = layout = None
-        text = "optimizer state of no parameter, replicated"
-        if parameter is not None and parameter.shape == variable.shape:
-            sharding = parameter.sharding
-            layout = parameter.layout if parameter.dtype == variable.dtype else None
-            text = f"as {parameter.path!r}, whose optimizer state it is"
-        elif parameter is not None and isinstance(parameter.sharding, NamedSharding):
-            sharding = _related(parameter.sharding, parameter.shape, variable.shape)
-            text = f"{sharding.spec}, from the sharding of {parameter.path!r}, whose optimizer state it is"
-        elif mesh is not None:
-            sharding = NamedSharding(mesh, PartitionSpec())
-        if parameter is not None:
-            sharding = in_memory(sharding, memory_kind, path)
-            layout = None if memory_kind else layout
-        reason = None if sharding is None else Reason("optimizer", text)
-        placed[path] = dataclasses.replace(variable, sharding=sharding, layout=layout, reason=reason)
-    return placed
-
-
-def _related(sharding: NamedSharding, parameter: tuple[int, ...], shape: tuple[int, ...]) -> NamedSharding:
-    """The sharding of state of another shape than its parameter's.
-
-    A history, as L-BFGS keeps, has further leading dimensions. Factored second moments have one dimension less. If the
-    missing one may be either of two that are split differently, as for square matrices, the state, which is small, is
-    replicated.
-    """
-    own = list(range(len(parameter)))
-    candidates = [[dim for dim in own if dim != left_out] for left_out in own]
-    found = {along(sharding, dims, shape) for dims in candidates if tuple(parameter[dim] for dim in dims) == shape}
-    if own and shape[-len(own) :] == parameter:
-        found = {along(sharding, [None] * (len(shape) - len(own)) + own, shape)}
-    return found.pop() if len(found) == 1 else NamedSharding(sharding.mesh, PartitionSpec())
 
 
 # Reports --------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ sharing, stacks, plain arrays, optimizers.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -377,3 +378,11 @@ def test_a_module_moves_and_computes_the_same(mesh8: Mesh) -> None:
     np.testing.assert_array_equal(moved.kernel[...], module.kernel[...])
     x = jax.numpy.ones((2, 16))
     np.testing.assert_allclose(moved(x), module(x), rtol=1e-4)
+
+
+def test_quantizing_without_qwix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "qwix", None)
+    abstract = lm.build_abstract(nnx.Linear, 16, 32, rngs=nnx.Rngs(0))
+    for step in (lambda: abstract.quantize("int8"), lambda: abstract.lora(2)):
+        with pytest.raises(lm.LazyModelError, match="pip install qwix"):
+            step()

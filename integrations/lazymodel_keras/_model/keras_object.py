@@ -26,14 +26,22 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from lazymodel import AbstractModel, CheckpointError, LazyModelError, LazyTensor
 from lazymodel._abstract.framework import Framework, LoweredFunction, ModelSpec, Optimized, PlannedFunction
-from lazymodel._abstract.variable import AbstractVariable, Reason, rule_path, unique_paths
+from lazymodel._abstract.variable import (
+    AbstractVariable,
+    Reason,
+    automatic,
+    automatic_sharding,
+    rule_path,
+    unique_paths,
+)
 from lazymodel._errors import ShardingError, warn
 from lazymodel._programs.programs import InitRecipe
-from lazymodel._sharding.shard import check_spec, follow, follow_weights
+from lazymodel._sharding.follow import follow, follow_weights
+from lazymodel._sharding.shard import check_spec
 from lazymodel._show.progress import Span
 from lazymodel._show.text import first_of, format_bytes, listed
 from lazymodel_keras import _upstream
@@ -81,19 +89,6 @@ def _trained_variables(recording: Recording, paths: Mapping[int, str]) -> tuple[
     return tuple(dict.fromkeys(paths[id(v)] for v in trained if id(v) in paths)) if found else None
 
 
-def automatic(array: jax.Array) -> jax.Array:
-    """The array on a mesh of Auto axes, in the same buffers.
-
-    `jax.make_mesh` gives Explicit axes since JAX 0.7: then every operation whose result sharding is ambiguous has to
-    state it, which Keras' layers do not (Dropout fails, for example). Under Auto axes XLA decides.
-    """
-    placed = _automatic(array.sharding)
-    if placed is array.sharding:
-        return array
-    shards = [shard.data for shard in array.addressable_shards]
-    return jax.make_array_from_single_device_arrays(array.shape, placed, shards, dtype=array.dtype)
-
-
 def kept_sharding(sharding: Any) -> Any:
     """The sharding of a variable's array in the finished model; None if it is committed to no device.
 
@@ -103,16 +98,7 @@ def kept_sharding(sharding: Any) -> Any:
     default = jax.local_devices()[0]
     if sharding == SingleDeviceSharding(default) and jax.config.jax_default_device in (None, default):
         return None
-    return _automatic(sharding)
-
-
-def _automatic(sharding: Any) -> Any:
-    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
-        return sharding
-    if all(kind == AxisType.Auto for kind in sharding.mesh.axis_types):
-        return sharding
-    mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
-    return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+    return automatic_sharding(sharding)
 
 
 def distribution(mesh: Mesh, batch_axis: str | None = None) -> Any:
@@ -256,7 +242,7 @@ class KerasModel(Framework):
         return holding_traced
 
     def usable_sharding(self, sharding: Any) -> Any:
-        return _automatic(sharding)
+        return automatic_sharding(sharding)
 
     def lowered(
         self,
@@ -320,12 +306,12 @@ class KerasModel(Framework):
         built = self._with(recording, result, lambda result: _upstream.build_for(result, data))
         return extended(model, built, variables)
 
-    def quantize(self, model: Any, how: Any, filters: Filters) -> AbstractModel[Any]:
-        check_quantization(how)
+    def quantize(self, model: Any, how: Any, filters: Filters, inputs: Any) -> AbstractModel[Any]:
+        check_quantization(how, inputs)
         return self._changed(model, "quantize", lambda built: quantize(built, how, filters))
 
-    def lora(self, model: Any, rank: int, targets: str | None) -> AbstractModel[Any]:
-        check_lora(rank, targets)
+    def lora(self, model: Any, rank: Any, targets: str | None, inputs: Any) -> AbstractModel[Any]:
+        check_lora(rank, targets, inputs)
         return self._changed(model, "lora", lambda built: add_lora(built, rank, targets))
 
     def _changed(self, model: ModelSpec, step: str, change: Callable[[Any], None]) -> AbstractModel[Any]:

@@ -29,8 +29,14 @@ from lazymodel_keras._record.recording import quick_collections
 _WITHOUT_LORA = ("float8", "gptq", "awq")
 
 
-def check_lora(rank: Any, targets: str | None) -> None:
+def _refuse_inputs(inputs: Any) -> None:
+    if inputs is not None:
+        raise LazyModelError("inputs are for NNX modules, which Qwix calls; Keras knows the layers of its models")
+
+
+def check_lora(rank: Any, targets: str | None, inputs: Any = None) -> None:
     """Raises LazyModelError for arguments that are invalid for any model."""
+    _refuse_inputs(inputs)
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise LazyModelError(f"the rank of a LoRA is a positive integer; got {rank!r}")
     if targets is not None:
@@ -123,8 +129,9 @@ Filters: TypeAlias = "str | Sequence[str] | Callable[[Any], bool] | None"
 _MODES = ("int8", "int4", "float8")
 
 
-def check_quantization(how: Any) -> None:
+def check_quantization(how: Any, inputs: Any = None) -> None:
     """Raises LazyModelError if `how` is not a quantization that needs only the weights."""
+    _refuse_inputs(inputs)
     mode = how.mode if isinstance(how, keras.quantizers.QuantizationConfig) else how
     if mode in ("gptq", "awq"):
         raise LazyModelError(

@@ -285,6 +285,8 @@ ORDERS: list[tuple[Any, Any, str]] = [
     (lambda a, mesh: a.rekey(0, ".*kernel"), QUANTIZE, "has other initializers already.*quantize comes before"),
     (lambda a, mesh: QUANTIZE(a), QUANTIZE, "is quantized already"),
     (lambda a, mesh: LORA(a), LORA, "lora is already enabled"),
+    (lambda a, mesh: a, lambda a: a.quantize("int8", inputs=()), "inputs are for NNX modules"),
+    (lambda a, mesh: a, lambda a: a.lora(2, inputs=()), "inputs are for NNX modules"),
     (lambda a, mesh: LORA(a), QUANTIZE, "has LoRA pairs already.*quantize comes before lora"),
 ]
 
@@ -327,7 +329,7 @@ def test_what_no_layers_has() -> None:
         return {"w": jax.numpy.ones((8, 4))}
 
     for step in (lambda a: a.quantize("int8"), lambda a: a.lora(8)):
-        with pytest.raises(lm.LazyModelError, match="only Keras models .*, and make is not one.*WhatIf"):
+        with pytest.raises(lm.LazyModelError, match="only Keras models .*, and make is neither.*WhatIf"):
             step(lm.build_abstract(make))
         with pytest.raises(lm.LazyModelError, match=r"changes one keras\.Model; this is Dense"):
             step(lm.build_abstract(keras.layers.Dense, 4))
