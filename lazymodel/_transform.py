@@ -26,6 +26,7 @@ from lazymodel._abstract.framework import (
     Optimizer,
     Training,
 )  # fmt: skip
+from lazymodel._abstract.pairs import LoraPair
 from lazymodel._abstract.variable import OPTIMIZER, AbstractVariable, Template, rule_path
 from lazymodel._errors import LazyModelError, TraceError
 from lazymodel._programs.jaxprs import is_key, key_data
@@ -188,6 +189,9 @@ class _WithState(Framework):
     def rebuild(self, arrays: Mapping[str, jax.Array]) -> Any:
         model = self._model.framework.rebuild(self._own(arrays))
         return self._training.finish(model, self._state.structure(arrays))
+
+    def lora_pairs(self, variables: Mapping[str, AbstractVariable]) -> list[LoraPair]:
+        return self._model.framework.lora_pairs(self._own(variables))
 
     @contextlib.contextmanager
     def outlined(self, structs: Mapping[str, jax.ShapeDtypeStruct]) -> Generator[Any]:

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import re
 import types
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -26,6 +28,7 @@ from flax import linen, nnx
 
 from lazymodel import AbstractVariable, LazyModelError, TraceError
 from lazymodel._abstract.framework import Framework, ModelSpec, Optimizer, Training
+from lazymodel._abstract.pairs import LoraPair, named_pairs
 from lazymodel._abstract.variable import OPTIMIZER, PathOf, is_trained_pair, path_of, path_text, trained_path
 from lazymodel._programs.jaxprs import CONFIG, is_key, with_weak_type
 from lazymodel._sharding.shard import resolve_logical
@@ -69,6 +72,12 @@ class FlaxAdapter:
             own = _own_path(model)
             return {own(path): leaf for path, leaf in _by_path(nnx.split(_as_plain(model))[1]).items()}
         return _by_path(model) if _has_boxes(model) else None
+
+    def lora_pairs(self, model: Any) -> list[LoraPair] | None:
+        if not _has_nodes(model):
+            return None
+        shapes = {path: np.shape(array) for path, array in (self.arrays(model) or {}).items()}
+        return _with_scales(named_pairs(shapes), model)
 
     def with_arrays(self, model: Any, arrays: Mapping[int, Any]) -> Any:
         graphdef, state = nnx.split(model) if _has_nodes(model) else (None, model)
@@ -460,6 +469,12 @@ class _Module(_Results):
             )
         return super().traceable()
 
+    def lora_pairs(self, variables: Mapping[str, AbstractVariable]) -> list[LoraPair]:
+        # The paths of a module with an optimizer are those of the module.
+        return _with_scales(
+            super().lora_pairs(variables), self._merged({path: v.struct for path, v in variables.items()})
+        )
+
     def start_training(
         self, variables: Mapping[str, AbstractVariable], optimizer: Optimizer, leaves: Mapping[str, Any]
     ) -> Training:
@@ -492,3 +507,47 @@ class _Trained:
 def _state_path(keys: Sequence[Any]) -> str:
     """The path of a leaf of an `nnx.Optimizer`, without the attribute in which it keeps Optax' state."""
     return _variable_path(keys).removeprefix("opt_state/")
+
+
+# LoRA -----------------------------------------------------------------------------------------------------------------
+
+
+def _with_scales(pairs: list[LoraPair], nodes: Any) -> list[LoraPair]:
+    """The pairs of NNX objects with the factors of their modules: `nnx.LoRA` has none, Qwix' rules have one each."""
+    scales: dict[str, float] = {}
+    own, modules = (
+        _own_path(nodes),
+        [(path, node) for path, node in nnx.iter_graph(nodes) if isinstance(node, nnx.Module)],
+    )
+    rules = [rule for _, module in modules for rule in _qwix_rules(type(module))]
+    for path, module in modules:
+        for name in vars(module):
+            if isinstance(module, nnx.LoRA) and name == "lora_a":
+                scales[own("/".join(map(str, (*path, name))))] = 1.0
+            elif name.endswith("_lora_a") and hasattr(module, "qwix_path"):
+                scale = _qwix_scale(
+                    rules, module, is_einsum=hasattr(module, name.replace("_lora_a", "_lora_einsum_str"))
+                )
+                if scale is not None:
+                    scales[own("/".join(map(str, (*path, name))))] = scale
+    return [dataclasses.replace(pair, scale=scales.get(pair.a)) for pair in pairs]
+
+
+def _qwix_rules(kind: type) -> list[Any]:
+    """The rules of Qwix' provider, which the methods of a class keep if Qwix replaced them."""
+    if not hasattr(kind, "_unquantized_type"):
+        return []
+    cells = [
+        cell.cell_contents for method in vars(kind).values() for cell in getattr(method, "__closure__", None) or ()
+    ]
+    given = [argument for cell in cells if isinstance(cell, functools.partial) for argument in cell.args]
+    return [rule for provider in dict.fromkeys(given) for rule in getattr(provider, "_rules", ())]
+
+
+def _qwix_scale(rules: list[Any], module: Any, *, is_einsum: bool) -> float | None:
+    """The factor with which Qwix multiplies the pairs of a module: of the first rule for it, if that has one."""
+    path = "/".join(map(str, module.qwix_path))
+    for rule in rules:
+        if re.fullmatch(rule.module_path, path) and (not rule.op_names or ("einsum" in rule.op_names) == is_einsum):
+            return rule.alpha / rule.rank if hasattr(rule, "alpha") else None
+    return None

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from lazymodel._abstract.pairs import LoraPair, named_pairs
 from lazymodel._abstract.variable import AbstractVariable, on_device, path_text
 from lazymodel._errors import LazyModelError
 from lazymodel._programs.programs import InitRecipe, ProgramCache
@@ -197,6 +198,10 @@ class Framework:
     def forward(self, what: str, *, batch: int, sequence: int | None) -> PlannedFunction | None:
         """The model's own forward pass (`what="forward"`) or loss (`"train"`), if the framework provides one."""
         return None
+
+    def lora_pairs(self, variables: Mapping[str, AbstractVariable]) -> list[LoraPair]:
+        """The LoRA pairs among the model's variables."""
+        return named_pairs({path: variable.shape for path, variable in variables.items()})
 
     def quantize(self, model: Any, how: Any, filters: Any) -> Any:
         """The quantized model; see `AbstractModel.quantize`."""

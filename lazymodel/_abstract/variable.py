@@ -413,7 +413,10 @@ _ADAPTERS = {"keras": "lazymodel_keras", "flax": "lazymodel_flax"}
 
 
 class Adapter(Protocol):
-    """The module-level `adapter` of a framework's integration."""
+    """The module-level `adapter` of a framework's integration.
+
+    It may also have `lora_pairs(model)`, the LoRA pairs of a built model; None for objects of other frameworks.
+    """
 
     def matches(self, build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Returns True if `build` belongs to this framework, or returns an object of it."""
