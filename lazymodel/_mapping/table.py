@@ -23,6 +23,7 @@ from lazymodel._abstract.variable import AbstractVariable, Captures, Template, f
 from lazymodel._errors import CheckpointError, LazyModelError, warn
 from lazymodel._mapping.entry import From, Missing, Parts, Tensors, check_captures, read_entry, write_entry
 from lazymodel._mapping.match import MappedCheckpoint, described, given_checkpoint, refuse_adapter
+from lazymodel._mapping.recorded import recorded
 from lazymodel._mapping.suggest import suggest
 from lazymodel._show.text import LISTED, closest, first_lines, fold, grouped_names, unnumbered
 from lazymodel._tensors.lazy import LazyTensor, lazy
@@ -157,6 +158,29 @@ class WeightMap:
             found.unsure.setdefault(mapping._find(path)[0][0], f"does not fit:{text}")
         mapping.unsure = found.unsure
         mapping._notes = (("No tensor was found for", found.missing), ("No variable was found for", found.unused))
+        return mapping
+
+    @staticmethod
+    def recorded(abstract: Mapping[str, AbstractVariable]) -> WeightMap:
+        """The table of what an abstract model loads its variables from, as its loader read them; nothing is read.
+
+        `lazymodel_keras.abstract_from_preset` returns such a model: of a Hugging Face folder, this is the table of
+        KerasHub's converter. `str` of it ends with the variables for which there is no entry, such as sums of tensors.
+
+        Args:
+            abstract: The abstract model.
+
+        Raises:
+            LazyModelError: It is not one, or it loads no variables.
+        """
+        entries, left = recorded(_abstract(abstract).sources)
+        if not any(entries.values()):
+            raise LazyModelError(
+                f"{_abstract(abstract).name} loads no variables by itself; lm.WeightMap.suggest(checkpoint, abstract) "
+                "proposes a table"
+            )
+        mapping = WeightMap({path: entries.get(path) for path in abstract if path not in left})
+        mapping._notes = (("No entry makes", left),)
         return mapping
 
     def check(self, checkpoint: Any, abstract: Mapping[str, AbstractVariable]) -> MappingReport:

@@ -30,6 +30,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
 from lazymodel import AbstractModel, CheckpointError, LazyModelError, LazyTensor
 from lazymodel._abstract.framework import Framework, LoweredFunction, ModelSpec, Optimized, PlannedFunction
+from lazymodel._abstract.pairs import LoraPair
 from lazymodel._abstract.variable import AbstractVariable, Reason, rule_path, unique_paths
 from lazymodel._errors import ShardingError, warn
 from lazymodel._programs.programs import InitRecipe
@@ -38,7 +39,7 @@ from lazymodel._show.progress import Span
 from lazymodel._show.text import first_of, format_bytes, listed
 from lazymodel_keras import _upstream
 from lazymodel_keras._model.compiled import check, first_batch, holding, inputs_of, lower
-from lazymodel_keras._model.layers import Filters, add_lora, check_lora, check_quantization, quantize
+from lazymodel_keras._model.layers import Filters, add_lora, check_lora, check_quantization, lora_pairs, quantize
 from lazymodel_keras._record.initializers import LARGE, GivenValue
 from lazymodel_keras._record.recording import RecordedVariable, Recording, record, session
 
@@ -327,6 +328,10 @@ class KerasModel(Framework):
     def lora(self, model: Any, rank: int, targets: str | None) -> AbstractModel[Any]:
         check_lora(rank, targets)
         return self._changed(model, "lora", lambda built: add_lora(built, rank, targets))
+
+    def lora_pairs(self, variables: Mapping[str, AbstractVariable]) -> list[LoraPair]:
+        own = self.unfilled().variables
+        return lora_pairs(self.result, {id(variable): path for path, (variable, _) in own.items()})
 
     def _changed(self, model: ModelSpec, step: str, change: Callable[[Any], None]) -> AbstractModel[Any]:
         changes = {

@@ -46,7 +46,6 @@ def merge_lora(model: Any) -> None:
         []
     """
     if not isinstance(model, keras.layers.Layer):
-        found = type(model).__name__
         raise LazyModelError(
             f"expected a Keras model with LoRA pairs, got {type(model).__name__}; materialize it first"
         )

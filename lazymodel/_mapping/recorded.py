@@ -1,0 +1,120 @@
+"""Entries of a `WeightMap` from lazy values: from which tensor each value is, and how its axes were rearranged.
+
+A loader that is ordinary code, such as a converter of KerasHub, leaves its steps in the strides of its lazy results.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from lazymodel._mapping.entry import From
+from lazymodel._tensors.lazy import ConcatenatedTensor, LazyTensor, lazy
+
+
+def recorded(values: Mapping[str, Any]) -> tuple[dict[str, From | None], list[str]]:
+    """The entry of each value, None for values that are of no file, and the paths of those that no entry can make."""
+    entries: dict[str, From | None] = {}
+    left: list[str] = []
+    parts = _Parts(value for value in values.values() if isinstance(value, LazyTensor))
+    written = set[str]()
+    for path, value in values.items():
+        if not isinstance(value, LazyTensor) or not value.file:
+            entries[path] = None
+        elif set(path + value.name) & set("{}") or (entry := _entry(value, parts)) is None:
+            left.append(path)
+        else:
+            entries[path] = entry.unsaved() if repr(entry) in written or value.name in written else entry
+            written |= {repr(entry)} if ".part" in repr(entry) else {value.name}
+    return entries, left
+
+
+class _Parts:
+    """Along which axis tensors are cut, and where: (tensor, axis) → the ranges that values are of."""
+
+    def __init__(self, values: Iterable[LazyTensor]) -> None:
+        self._ranges: dict[tuple[str, int], set[tuple[int, int]]] = {}
+        for value in values:
+            for axis, start, stop in _cuts(value):
+                self._ranges.setdefault((value.name, axis), set()).add((start, stop))
+
+    def of(self, value: LazyTensor) -> tuple[From, LazyTensor] | None:
+        """The part of its tensor that a value consists of; None if parts of other values do not make up the rest."""
+        whole = LazyTensor(value.source)
+        if value.size == whole.size:
+            return From(value.name), whole
+        for axis, start, stop in _cuts(value):
+            ranges = sorted(self._ranges[value.name, axis])
+            ends = [0, *(end for _, end in ranges)]
+            if [begin for begin, _ in ranges] == ends[:-1] and ends[-1] == whole.shape[axis]:
+                sizes = [end - begin for begin, end in ranges]
+                of = len(sizes) if len(set(sizes)) == 1 else sizes
+                taken = whole[(*(slice(None),) * axis, slice(start, stop))]
+                return From(value.name).part(ranges.index((start, stop)), of, axis), taken
+        return None
+
+
+def _cuts(value: LazyTensor) -> list[tuple[int, int, int]]:
+    """The axes of its tensor, each with a range, that would be cut to get the elements of a value."""
+    shape, found = value.source.shape, list[tuple[int, int, int]]()
+    first = value.geometry().first // value.itemsize_stored
+    for axis, extent in enumerate(shape):
+        inner = math.prod(shape[axis + 1 :])
+        length, rest = divmod(value.size * extent, math.prod(shape) or 1)
+        start, offset = divmod(first, inner or 1)
+        if not rest and not offset and 0 < length < extent and start + length <= extent:
+            found.append((axis, start, start + length))
+    return found
+
+
+def _entry(value: LazyTensor, parts: _Parts) -> From | None:
+    if any(step.bitcast or step.function is not None for step in value.steps):
+        return None
+    if isinstance(value.source, ConcatenatedTensor):  # of one tensor: it was reshaped in an order that is not its own
+        if len(value.source.pieces) != 1:
+            return None
+        (inner,) = value.source.pieces
+        assert isinstance(inner, LazyTensor)
+        found, whole = _entry(inner, parts), LazyTensor(value.source)
+    else:
+        found, whole = parts.of(value) or (None, value)
+    return None if found is None else _rearranged(found, whole, value)
+
+
+def _rearranged(source: From, whole: LazyTensor, value: LazyTensor) -> From | None:
+    """The entry that makes a value of all elements of another one, by strides; None if none does."""
+    if value.geometry() == whole.geometry():
+        return source
+    if value.geometry() == whole.T.geometry():
+        return source.T
+    own, other = (
+        [(stride, stride * extent) for stride, extent in zip(view.geometry().strides, view.shape, strict=True)]
+        for view in (value, whole)
+    )
+    # The axes common to both: between any two neighbouring bounds of either, within an axis of the tensor.
+    bounds = sorted({bound for span in own for bound in span})
+    names: dict[tuple[int, int], str] = {}
+    before: list[list[str]] = []
+    for low, high in other:
+        spans = list(itertools.pairwise([low, *(bound for bound in bounds if low < bound < high), high]))[::-1]
+        if any(stop % start for start, stop in spans):
+            return None
+        before.append([names.setdefault(span, f"axis{len(names)}") for span in spans if span[0] < span[1]])
+    after = [[name for (low, high), name in names.items() if start <= low and high <= stop] for start, stop in own]
+    order = [name for group in after for name in group]
+    if sorted(order) != sorted(names.values()):
+        return None
+    sizes = {name: high // low for (low, high), name in names.items()}
+    turned = np.transpose(np.reshape(whole, list(sizes.values())), [list(sizes).index(name) for name in order])
+    if lazy(np.reshape(turned, value.shape)).geometry() != value.geometry():
+        return None
+    given = {name: size for name, size in sizes.items() if [name] not in after}  # others are axes of the variable
+    return source.rearrange(" -> ".join(" ".join(map(_group, side)) for side in (before, after)), **given)
+
+
+def _group(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"({' '.join(names)})" if names else "1"
