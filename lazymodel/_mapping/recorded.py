@@ -8,12 +8,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from lazymodel._mapping.entry import From
-from lazymodel._tensors.lazy import ConcatenatedTensor, LazyTensor, lazy
+from lazymodel._tensors.lazy import ConcatenatedTensor, LazyTensor
 
 
 def recorded(values: Mapping[str, Any]) -> tuple[dict[str, From | None], list[str]]:
@@ -38,7 +38,7 @@ class _Parts:
 
     def __init__(self, values: Iterable[LazyTensor]) -> None:
         self._ranges: dict[tuple[str, int], set[tuple[int, int]]] = {}
-        for value in values:
+        for value in map(_stored, values):
             for axis, start, stop in _cuts(value):
                 self._ranges.setdefault((value.name, axis), set()).add((start, stop))
 
@@ -58,6 +58,13 @@ class _Parts:
         return None
 
 
+def _stored(value: LazyTensor) -> LazyTensor:
+    """The view of a stored tensor from which a value was made by a reshape in an order that is not the tensor's."""
+    while isinstance(value.source, ConcatenatedTensor) and len(value.source.pieces) == 1:
+        value = cast(LazyTensor, value.source.pieces[0])
+    return value
+
+
 def _cuts(value: LazyTensor) -> list[tuple[int, int, int]]:
     """The axes of its tensor, each with a range, that would be cut to get the elements of a value."""
     shape, found = value.source.shape, list[tuple[int, int, int]]()
@@ -74,12 +81,9 @@ def _cuts(value: LazyTensor) -> list[tuple[int, int, int]]:
 def _entry(value: LazyTensor, parts: _Parts) -> From | None:
     if any(step.bitcast or step.function is not None for step in value.steps):
         return None
-    if isinstance(value.source, ConcatenatedTensor):  # of one tensor: it was reshaped in an order that is not its own
-        if len(value.source.pieces) != 1:
-            return None
-        (inner,) = value.source.pieces
-        assert isinstance(inner, LazyTensor)
-        found, whole = _entry(inner, parts), LazyTensor(value.source)
+    if isinstance(value.source, ConcatenatedTensor):
+        pieces, whole = value.source.pieces, LazyTensor(value.source)
+        found = _entry(cast(LazyTensor, pieces[0]), parts) if len(pieces) == 1 else None
     else:
         found, whole = parts.of(value) or (None, value)
     return None if found is None else _rearranged(found, whole, value)
@@ -87,9 +91,9 @@ def _entry(value: LazyTensor, parts: _Parts) -> From | None:
 
 def _rearranged(source: From, whole: LazyTensor, value: LazyTensor) -> From | None:
     """The entry that makes a value of all elements of another one, by strides; None if none does."""
-    if value.geometry() == whole.geometry():
+    if _same(value, whole):
         return source
-    if value.geometry() == whole.T.geometry():
+    if _same(value, whole.T):
         return source.T
     own, other = (
         [(stride, stride * extent) for stride, extent in zip(view.geometry().strides, view.shape, strict=True)]
@@ -110,10 +114,17 @@ def _rearranged(source: From, whole: LazyTensor, value: LazyTensor) -> From | No
         return None
     sizes = {name: high // low for (low, high), name in names.items()}
     turned = np.transpose(np.reshape(whole, list(sizes.values())), [list(sizes).index(name) for name in order])
-    if lazy(np.reshape(turned, value.shape)).geometry() != value.geometry():
+    if not _same(value, cast(LazyTensor, np.reshape(turned, value.shape))):
         return None
     given = {name: size for name, size in sizes.items() if [name] not in after}  # others are axes of the variable
     return source.rearrange(" -> ".join(" ".join(map(_group, side)) for side in (before, after)), **given)
+
+
+def _same(one: LazyTensor, two: LazyTensor) -> bool:
+    """Returns True if views of a source have the same elements at the same places; strides of one element are any."""
+    own, other = one.geometry(), two.geometry()
+    differing = (n for n, a, b in zip(own.shape, own.strides, other.strides, strict=False) if a != b)
+    return (own.start, own.shape) == (other.start, other.shape) and all(n == 1 for n in differing)
 
 
 def _group(names: list[str]) -> str:

@@ -179,7 +179,8 @@ class WeightMap:
                 f"{_abstract(abstract).name} loads no variables by itself; lm.WeightMap.suggest(checkpoint, abstract) "
                 "proposes a table"
             )
-        mapping = WeightMap({path: entries.get(path) for path in abstract if path not in left})
+        unused = [tensor.name for tensor in _abstract(abstract).unused]
+        mapping = WeightMap({path: entries[path] for path in abstract if path in entries}, ignore=unused)
         mapping._notes = (("No entry makes", left),)
         return mapping
 
