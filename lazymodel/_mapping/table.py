@@ -180,7 +180,7 @@ class WeightMap:
                 "proposes a table"
             )
         unused = [tensor.name for tensor in _abstract(abstract).unused]
-        mapping = WeightMap({path: entries[path] for path in abstract if path in entries}, ignore=unused)
+        mapping = WeightMap({path: entries.get(path) for path in abstract if path not in left}, ignore=unused)
         mapping._notes = (("No entry makes", left),)
         return mapping
 
