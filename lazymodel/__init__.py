@@ -48,6 +48,7 @@ from lazymodel._plan.search import smallest_topology
 from lazymodel._plan.what_if import WhatIf
 from lazymodel._restore import restore, training_state
 from lazymodel._run.report import RunReport
+from lazymodel._save.adapter import save_adapter
 from lazymodel._save.save import save, save_step
 from lazymodel._sharding.auto import auto
 from lazymodel._sharding.roles import Host, role
@@ -117,6 +118,7 @@ __all__ = [
     "restore",
     "role",
     "save",
+    "save_adapter",
     "save_step",
     "signals",
     "smallest_topology",

@@ -15,7 +15,7 @@ import math
 import os
 import re
 from collections import ChainMap, Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ import numpy as np
 from lazymodel._devices.collective import opening
 from lazymodel._errors import CheckpointError
 from lazymodel._mapping.match import described, given_checkpoint
+from lazymodel._mapping.pairs import LowRank
 from lazymodel._show.text import closest, listed, plural
 from lazymodel._tensors.lazy import LazyTensor, lazy
 from lazymodel._tensors.low_rank import LowRankSum
@@ -31,14 +32,15 @@ from lazymodel.checkpoints._checkpoint import Checkpoint, TensorHeader
 from lazymodel.checkpoints._open import located, open_located
 from lazymodel.checkpoints._untrusted import read_json_file
 
-_CONFIG = "adapter_config.json"
-_FILES = ("adapter_model.safetensors", "adapter_model.bin")
-_PREFIX = "base_model.model."  # of all names, for PEFT's two wrappers around the model
+CONFIG = "adapter_config.json"
+FILES = ("adapter_model.safetensors", "adapter_model.bin")
+PREFIX = "base_model.model."  # of all names, for PEFT's two wrappers around the model
 _PEFT = "merge it with PEFT: `model.merge_and_unload().save_pretrained(folder)`"
+_MERGE = "merge it instead: lm.merge(checkpoint, adapter)"
 _PART = re.compile(r"(.+)\.(lora_(?:embedding_)?[AB]|lora_magnitude_vector)(?:\.(weight|bias))?", re.DOTALL)
 _NUMBER = re.compile(r"(?:^|\.)\d+(?:\.|$)")
 # Embeddings that PEFT saves whole if they are adapted or were resized.
-_EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "word_embeddings", "embed_in", "embed_out", "shared")
+EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "word_embeddings", "embed_in", "embed_out", "shared")
 # Options with which an adapter is more than a sum, or depends on the input.
 _UNSUPPORTED = (
     *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "monteclora_config"),
@@ -121,6 +123,13 @@ class Adapter:
         """Releases file descriptors."""
         self.source.close()
 
+    def fit(self, checkpoint: Mapping[str, Any]) -> tuple[Checkpoint, dict[str, LowRank]]:
+        """The checkpoint with the tensors that the adapter replaces, and what it adds to others, by their names there;
+        for `WeightMap.adapters`. Raises CheckpointError if it has more than products, or fits another base.
+        """
+        made, added = _Merging(checkpoint, self, 1.0).kept()
+        return MergedCheckpoint(checkpoint, self, made), added
+
 
 def open_adapter(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Adapter:
     """Opens a LoRA adapter of PEFT without reading its tensors.
@@ -142,13 +151,13 @@ def open_adapter(path: str | os.PathLike[str], storage_options: Mapping[str, Any
     """
     with opening():
         folder = located(path, storage_options)
-        if not (folder / _CONFIG).exists():
-            raise CheckpointError(f"{folder}: expected {_CONFIG} of a PEFT adapter, found none{_others(folder)}")
-        config = read_json_file(folder / _CONFIG)
-        file = next((folder / name for name in _FILES if (folder / name).exists()), None)
+        if not (folder / CONFIG).exists():
+            raise CheckpointError(f"{folder}: expected {CONFIG} of a PEFT adapter, found none{_others(folder)}")
+        config = read_json_file(folder / CONFIG)
+        file = next((folder / name for name in FILES if (folder / name).exists()), None)
         if file is None:
-            raise CheckpointError(f"{folder}: expected {_FILES[0]} next to {_CONFIG}, found none; download it as well")
-        _check_config(config, str(folder / _CONFIG))
+            raise CheckpointError(f"{folder}: expected {FILES[0]} next to {CONFIG}, found none; download it as well")
+        _check_config(config, str(folder / CONFIG))
         source = open_located(file, as_stored=True)
         try:
             pairs, replaced = _parse(source, config)
@@ -174,7 +183,7 @@ def open_adapter(path: str | os.PathLike[str], storage_options: Mapping[str, Any
 def is_adapter(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> bool:
     """Returns True for a folder of PEFT's."""
     where = located(path, storage_options)
-    return where.is_dir() and (where / _CONFIG).exists()
+    return where.is_dir() and (where / CONFIG).exists()
 
 
 def _first(pair: _Pair) -> str:
@@ -184,7 +193,7 @@ def _first(pair: _Pair) -> str:
 def _others(folder: Any) -> str:
     """Names the adapters in a folder."""
     try:
-        found = sorted(child.name for child in folder.iterdir() if (child / _CONFIG).exists())
+        found = sorted(child.name for child in folder.iterdir() if (child / CONFIG).exists())
     except (OSError, CheckpointError):
         found = []
     if not found:
@@ -240,12 +249,12 @@ def _parse(source: Checkpoint, config: Mapping[str, Any]) -> tuple[tuple[_Pair, 
     replaced: list[str] = []
     unknown: list[str] = []
     for name in source:
-        if match := _PART.fullmatch(name.removeprefix(_PREFIX)):
+        if match := _PART.fullmatch(name.removeprefix(PREFIX)):
             module, part, leaf = match.groups()
             if leaf == "bias" and part != "lora_B":
                 unknown.append(name)
             parts.setdefault(module, {})["bias" if leaf == "bias" else part] = source[name]
-        elif _replaces(name.removeprefix(_PREFIX), config):
+        elif _replaces(name.removeprefix(PREFIX), config):
             replaced.append(name)
         else:
             unknown.append(name)
@@ -267,7 +276,7 @@ def _replaces(name: str, config: Mapping[str, Any]) -> bool:
         return True
     if leaf == "bias" and config.get("bias") in ("all", "lora_only"):
         return True
-    return leaf == "weight" and module.rpartition(".")[2] in _EMBEDDINGS
+    return leaf == "weight" and module.rpartition(".")[2] in EMBEDDINGS
 
 
 def _pair(source: Checkpoint, config: Mapping[str, Any], name: str, found: dict[str, LazyTensor]) -> _Pair:
@@ -283,7 +292,7 @@ def _pair(source: Checkpoint, config: Mapping[str, Any], name: str, found: dict[
     if extra := found.keys() - expected - ({"bias"} if config.get("lora_bias") else set[str]()):
         raise CheckpointError(
             f"{source.path}: expected {listed(sorted(expected))} of {name!r}, found also {listed(sorted(extra))}, "
-            f"which {_CONFIG} does not mention; it is of another adapter, or {_PEFT}"
+            f"which {CONFIG} does not mention; it is of another adapter, or {_PEFT}"
         )
     parameters: list[str] = []
     for target in config.get("target_parameters") or []:
@@ -308,7 +317,7 @@ def _pair(source: Checkpoint, config: Mapping[str, Any], name: str, found: dict[
     inner = a.shape[0] if a.ndim else 0
     if min(a.ndim, b.ndim) < 2 or a.ndim != b.ndim or inner != b.shape[1] or inner != max(experts, 1) * rank:
         raise CheckpointError(
-            f"{source.path}: tensors of {name!r}: expected rank {rank} of {_CONFIG}, found {keys[0]} {list(a.shape)} "
+            f"{source.path}: tensors of {name!r}: expected rank {rank} of {CONFIG}, found {keys[0]} {list(a.shape)} "
             f"and {keys[1]} {list(b.shape)}; the files are of different adapters"
         )
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
@@ -443,6 +452,31 @@ class _Merging:
 
     def made(self) -> dict[str, Callable[[], LazyTensor]]:
         """Tensors by name, to be made when they are looked up."""
+        made = self._replaced()
+        fan_in_first = self._orientation()
+        for name, pair in self._named():
+            made[name] = self._merged(name, pair, fan_in_first)
+            if pair.bias is not None:
+                made |= self._with_bias(pair, pair.bias)
+        return made
+
+    def kept(self) -> tuple[dict[str, Callable[[], LazyTensor]], dict[str, LowRank]]:
+        """Like `made` without the products, which are returned by name. Biases are merged."""
+        made, added = self._replaced(), dict[str, LowRank]()
+        fan_in_first = self._orientation()
+        for name, pair in self._named():
+            what = "DoRA" if pair.magnitude is not None else "experts" if pair.parameters != ("weight",) else ""
+            if what:
+                self._reject(name, "a product, to be kept as a pair", what, _MERGE)
+            left, right, flipped = self._factors(name, pair, fan_in_first)
+            a, b = (left, right.T) if flipped else (right.T, left)
+            added[name] = LowRank(a, b, pair.scale, flipped, tuple(np.shape(self.base[name])))
+            if pair.bias is not None:
+                made |= self._with_bias(pair, pair.bias)
+        return made, added
+
+    def _replaced(self) -> dict[str, Callable[[], LazyTensor]]:
+        """The tensors that replace those of the base, in which later steps find them."""
         made: dict[str, Callable[[], LazyTensor]] = {}
         replaced: dict[str, LazyTensor] = {}
         for stored in self.adapter.replaced:
@@ -453,17 +487,16 @@ class _Merging:
                 tensor = tensor.astype(lazy(self.base[name], name).dtype)
             replaced[name], made[name] = tensor, lambda tensor=tensor: tensor
         self.base = ChainMap(cast("dict[str, Any]", replaced), cast("dict[str, Any]", self.base))
-        fan_in_first = self._orientation()
+        return made
+
+    def _named(self) -> Iterator[tuple[str, _Pair]]:
+        """Each pair with the name of the tensor that it adapts."""
         groups: dict[str, list[_Pair]] = {}
         for pair in self.adapter.pairs:
             groups.setdefault(pair.module, []).append(pair)
         for pairs in groups.values():
             for pair, parameter in self._assigned(pairs):
-                name = self.names[self.rename(f"{pair.module}.{parameter}")]
-                made[name] = self._merged(name, pair, fan_in_first)
-                if pair.bias is not None:
-                    made |= self._with_bias(pair, pair.bias)
-        return made
+                yield self.names[self.rename(f"{pair.module}.{parameter}")], pair
 
     def _assigned(self, pairs: list[_Pair]) -> list[tuple[_Pair, str]]:
         """Each pair of a module with the parameter that it adapts: names do not say it, shapes do."""
@@ -512,31 +545,13 @@ class _Merging:
 
     def _merged(self, name: str, pair: _Pair, fan_in_first: bool) -> Callable[[], LazyTensor]:
         """Checks a pair against its base, and returns a function that makes the merged tensor."""
-        shape, a, b = tuple(np.shape(self.base[name])), pair.a, pair.b
-        factor, axis, magnitude = self.scale * pair.scale, 0, pair.magnitude
+        shape, factor, magnitude = tuple(np.shape(self.base[name])), self.scale * pair.scale, pair.magnitude
         if len(shape) == 3 and pair.parameters != ("weight",) and (swapped := self._experts(pair, shape)) is not None:
             if shape[1] == shape[2]:
                 self._reject(name, "experts whose inputs and outputs differ in number", str(list(shape)), _PEFT)
             return lambda: self._stacked(name, pair, factor, swapped)
-        if pair.is_embedding:
-            expected, left, right, axis = (a.shape[1], b.shape[0]), a.T, b.T, 1
-        elif a.ndim > 2:
-            out, inner = b.shape[0], a.shape[0]
-            expected = (out, *a.shape[1:])
-            ones = math.prod(b.shape[2:]) == 1
-            left = b.reshape(out, inner) if ones else b
-            right = a.reshape(inner, -1)
-        else:
-            expected, left, right = (b.shape[0], a.shape[1]), b, a
-            if shape == expected[::-1] and (fan_in_first or shape != expected):
-                expected, left, right, axis = shape, a.T, b.T, 1
-        if shape != expected or left.ndim != 2:
-            self._reject(
-                name,
-                f"shape {list(expected)} for a product {list(b.shape)} @ {list(a.shape)}",
-                str(list(shape)),
-                "the adapter is of another base model" + (f" ({self.adapter.base})" if self.adapter.base else ""),
-            )
+        left, right, flipped = self._factors(name, pair, fan_in_first)
+        axis = int(flipped)
         tensor = self._floating(name)
         if magnitude is not None:
             magnitude = magnitude.reshape(-1)
@@ -549,6 +564,29 @@ class _Merging:
             return summed.astype(tensor.dtype).reshape(shape)
 
         return make
+
+    def _factors(self, name: str, pair: _Pair, fan_in_first: bool) -> tuple[LazyTensor, LazyTensor, bool]:
+        """The matrices whose product is added to a tensor, and whether that is stored as (in, out); checks shapes."""
+        shape, a, b, flipped = tuple(np.shape(self.base[name])), pair.a, pair.b, pair.is_embedding
+        if pair.is_embedding:
+            expected, left, right = (a.shape[1], b.shape[0]), a.T, b.T
+        elif a.ndim > 2:
+            out, inner = b.shape[0], a.shape[0]
+            expected = (out, *a.shape[1:])
+            left = b.reshape(out, inner) if math.prod(b.shape[2:]) == 1 else b
+            right = a.reshape(inner, -1)
+        else:
+            expected, left, right = (b.shape[0], a.shape[1]), b, a
+            if shape == expected[::-1] and (fan_in_first or shape != expected):
+                expected, left, right, flipped = shape, a.T, b.T, True
+        if shape != expected or left.ndim != 2:
+            self._reject(
+                name,
+                f"shape {list(expected)} for a product {list(b.shape)} @ {list(a.shape)}",
+                str(list(shape)),
+                "the adapter is of another base model" + (f" ({self.adapter.base})" if self.adapter.base else ""),
+            )
+        return left, right, flipped
 
     def _stacked(self, name: str, pair: _Pair, factor: float, swapped: bool) -> LazyTensor:
         """Experts `(experts, out, in)`, or (in, out) if swapped; all of their A are one matrix, and all of their B."""
@@ -589,4 +627,4 @@ class _Merging:
 
 def _bare(name: str) -> str:
     """The base's name of a tensor that replaces it."""
-    return name.removeprefix(_PREFIX).replace(".base_layer.", ".").replace(".modules_to_save.", ".")
+    return name.removeprefix(PREFIX).replace(".base_layer.", ".").replace(".modules_to_save.", ".")

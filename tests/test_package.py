@@ -29,7 +29,7 @@ NAMES = {
         From Host LazyModelError LazyModelWarning LazyTensor LoadReport MemoryPlan Mup Progress ReshardReport RunReport
         ShardingError TraceError TrainingState WeightMap WhatIf arithmetic_mesh auto build_abstract compare_plans
         coordinate_check device_memory diff grow initializers map_checkpoint merge mup open_adapter open_checkpoint
-        path_key research reshard restore role save save_step signals smallest_topology statistics topology
+        path_key research reshard restore role save save_adapter save_step signals smallest_topology statistics topology
         training_state
     """,
     "lazymodel.checkpoints": """

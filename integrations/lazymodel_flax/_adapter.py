@@ -470,7 +470,6 @@ class _Module(_Results):
         return super().traceable()
 
     def lora_pairs(self, variables: Mapping[str, AbstractVariable]) -> list[LoraPair]:
-        # The paths of a module with an optimizer are those of the module.
         return _with_scales(
             super().lora_pairs(variables), self._merged({path: v.struct for path, v in variables.items()})
         )
@@ -513,24 +512,25 @@ def _state_path(keys: Sequence[Any]) -> str:
 
 
 def _with_scales(pairs: list[LoraPair], nodes: Any) -> list[LoraPair]:
-    """The pairs of NNX objects with the factors of their modules: `nnx.LoRA` has none, Qwix' rules have one each."""
-    scales: dict[str, float] = {}
-    own, modules = (
-        _own_path(nodes),
-        [(path, node) for path, node in nnx.iter_graph(nodes) if isinstance(node, nnx.Module)],
-    )
+    """The pairs of NNX objects with the factors of their modules: `nnx.LoRA` has none, Qwix' rules have one each.
+
+    Both multiply inputs with the first axes of a kernel, except in an einsum.
+    """
+    own, by_path = _own_path(nodes), {pair.a: pair for pair in pairs}
+    modules = [(path, node) for path, node in nnx.iter_graph(nodes) if isinstance(node, nnx.Module)]
     rules = [rule for _, module in modules for rule in _qwix_rules(type(module))]
     for path, module in modules:
         for name in vars(module):
-            if isinstance(module, nnx.LoRA) and name == "lora_a":
-                scales[own("/".join(map(str, (*path, name))))] = 1.0
-            elif name.endswith("_lora_a") and hasattr(module, "qwix_path"):
-                scale = _qwix_scale(
-                    rules, module, is_einsum=hasattr(module, name.replace("_lora_a", "_lora_einsum_str"))
-                )
-                if scale is not None:
-                    scales[own("/".join(map(str, (*path, name))))] = scale
-    return [dataclasses.replace(pair, scale=scales.get(pair.a)) for pair in pairs]
+            if (pair := by_path.get(own("/".join(map(str, (*path, name)))))) is None:
+                continue
+            if isinstance(module, nnx.LoRA):
+                by_path[pair.a] = dataclasses.replace(pair, scale=1.0, axes=pair.axes[:1])
+            elif hasattr(module, "qwix_path"):
+                is_einsum = hasattr(module, name.replace("_lora_a", "_lora_einsum_str"))
+                axes = pair.axes if is_einsum else pair.axes[:1]
+                scale = _qwix_scale(rules, module, is_einsum=is_einsum)
+                by_path[pair.a] = dataclasses.replace(pair, scale=scale, axes=axes)
+    return list(by_path.values())
 
 
 def _qwix_rules(kind: type) -> list[Any]:

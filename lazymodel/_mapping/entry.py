@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -413,6 +414,64 @@ def _joined(source: From, tensors: Sequence[Any]) -> Any:
     return np.concatenate(tensors, axis)
 
 
+# Places ---------------------------------------------------------------------------------------------------------------
+
+
+def unstacked(source: From, captures: Captures, shape: _Shape) -> Iterator[tuple[dict[int, int], From, Captures]]:
+    """The entry of each tensor that the last steps stack to a variable of this shape, with its captures.
+
+    The first of each three is the tensor's place: axis of the variable → index.
+    """
+    inner, axes, stacks = source._then(), list(range(len(shape))), list[tuple[int, str]]()
+    while inner._steps and isinstance(step := inner._steps[-1], _Stack):
+        stacks.append((axes.pop(_axis(step.axis, len(axes))), step.capture))
+        inner._steps = inner._steps[:-1]
+    for index in itertools.product(*(range(shape[axis]) for axis, _ in stacks)):
+        numbers = {capture: str(number) for (_, capture), number in zip(stacks, index, strict=True)}
+        yield {axis: number for (axis, _), number in zip(stacks, index, strict=True)}, inner, captures | numbers
+
+
+def view_of_ones(source: From, shape: _Shape) -> tuple[LazyTensor, _Shape]:
+    """A variable of this shape as a view of ones in the place of its tensors, joined; and their shape.
+
+    Raises ValueError if the entry stacks tensors, or the shape of these is unknown.
+    """
+    if any(isinstance(step, _Stack) for step in source._steps):
+        raise ValueError("tensors are stacked before other steps")
+    shapes: list[_Shape] = [shape]
+    for step in reversed(source._steps):
+        if (before := _shape_before(step, shapes[0])) is None:
+            raise ValueError(f"{step} does not give {list(shapes[0])}")
+        shapes.insert(0, before)
+    values: Any = lazy(np.broadcast_to(np.ones(()), shapes[0]), source.names[0])
+    for step, after in zip(source._steps, shapes[1:], strict=True):
+        assert not isinstance(step, _Stack)
+        values = step.apply(values, after) if isinstance(step, _Rearrange) else step.apply(values)
+    return values, shapes[0]
+
+
+def filled_names(source: From, captures: Captures) -> list[str]:
+    """The names of an entry's tensors."""
+    return [template.fill(captures) for template in source._templates]
+
+
+def joined_names(
+    source: From, captures: Captures, shape: _Shape, tensors: Mapping[str, Any] | None = None
+) -> tuple[dict[str, tuple[int, int]], int]:
+    """The names of an entry's tensors, each with its range in what they are joined to; and the axis.
+
+    Raises ValueError if their sizes are neither stated nor those of given tensors.
+    """
+    names, axis = filled_names(source, captures), _axis(source._axis, len(shape))
+    sizes = source._sizes
+    if sizes is None and len(names) > 1:
+        if tensors is None or not all(name in tensors for name in names):
+            raise ValueError(f"nothing says where {names[0]!r} ends; give From the sizes of its tensors")
+        sizes = tuple(np.shape(tensors[name])[axis] for name in names)
+    ends = np.cumsum(sizes or shape[axis : axis + 1]).tolist()
+    return {name: (start, end) for name, start, end in zip(names, [0, *ends], ends, strict=False)}, axis
+
+
 # Writing --------------------------------------------------------------------------------------------------------------
 
 
@@ -465,7 +524,7 @@ def write_entry(
     Raises ValueError or IndexError if a step cannot be undone.
     """
     steps = source._steps if steps is None else steps
-    names = [template.fill(captures) for template in source._templates]
+    names = filled_names(source, captures)
     if not steps:
         for name, tensor in zip(names, _split(source, names[0], value), strict=True):
             parts.finish(name, tensor)

@@ -275,6 +275,16 @@ def initial_values(model: ModelSpec, recipe: InitRecipe) -> dict[str, LazyTensor
     return {path: LazyTensor(_WholeInitial(model[path], whole)) for path in recipe.paths}
 
 
+def initial_value(model: ModelSpec, path: str) -> LazyTensor:
+    """The value of one variable with which the model was built."""
+    if path in model.sources:
+        return lazy(model.sources[path], path)
+    for recipe in model.recipes:
+        if path in recipe.paths:
+            return initial_values(model, recipe.restricted_to([path]))[path]
+    raise LazyModelError(f"{path!r} is computed from the values of other variables, of which none is kept")
+
+
 def read_as(variable: AbstractVariable, source: Any, choice: LoadPlan) -> Any:
     """A source's values in the variable's dtype; values of the user's own code are cast as that code would."""
     _, dtype = variable.stored

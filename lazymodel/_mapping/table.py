@@ -19,14 +19,28 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 
 from lazymodel._abstract.framework import ModelSpec
+from lazymodel._abstract.pairs import LoraPair, with_scale
 from lazymodel._abstract.variable import AbstractVariable, Captures, Template, flatten_paths
 from lazymodel._errors import CheckpointError, LazyModelError, warn
-from lazymodel._mapping.entry import From, Missing, Parts, Tensors, check_captures, read_entry, write_entry
-from lazymodel._mapping.match import MappedCheckpoint, described, given_checkpoint, refuse_adapter
+from lazymodel._mapping.entry import (
+    From,
+    Missing,
+    Parts,
+    Tensors,
+    check_captures,
+    filled_names,
+    read_entry,
+    unstacked,
+    write_entry,
+)
+from lazymodel._mapping.match import MappedCheckpoint, described, given_checkpoint, initial_value, refuse_adapter
+from lazymodel._mapping.pairs import LowRank, PairSource, pair_products, pair_values, sums_by_tensor
 from lazymodel._mapping.recorded import recorded
 from lazymodel._mapping.suggest import suggest
-from lazymodel._show.text import LISTED, closest, first_lines, fold, grouped_names, unnumbered
+from lazymodel._show.text import LISTED, closest, first_lines, fold, grouped_names, listed, unnumbered
 from lazymodel._tensors.lazy import LazyTensor, lazy
+
+_MERGE = "lm.merge(checkpoint, adapter)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,6 +239,107 @@ class WeightMap:
                 raise LazyModelError(f"{path!r}, shape {shape}, cannot be written as {source}: {error}") from error
         parts.check_complete()
         return parts.finished
+
+    def adapters(
+        self, checkpoint: Any, adapter: PairSource, abstract: ModelSpec, *, scale: float | None = None
+    ) -> MappedCheckpoint:
+        """A checkpoint and a LoRA adapter under a model's own paths: the adapter's pairs become those of the model.
+
+        The table is that of the base. A pair goes where its base goes: transposed, stacked, split into heads. Pairs of
+        the model that the adapter does not have are initialized, as are those that the table does not know.
+
+        Args:
+            checkpoint: That of the base, as for `merge`.
+            adapter: What `open_adapter` returned. What it replaces, and biases, become values of the base.
+            abstract: The model, with pairs: of Flax NNX (`nnx.LoRA`, `nnx.LoRALinear`), Qwix, or of other layers with
+                variables `lora_a` and `lora_b` next to their kernel, or `kernel_lora_a`, `kernel_lora_b`.
+            scale: The factor with which the model multiplies `a @ b`, such as `alpha / rank`. It is known of NNX, 1,
+                and of NNX modules of Qwix; otherwise it must be given. The rest of the adapter's `alpha / r` is
+                multiplied into `b`, which is exact for a power of two and else rounds each number once.
+
+        Returns:
+            A mapping for `plan` and `materialize`.
+
+        Raises:
+            CheckpointError: The adapter is of another base, or is more than products (DoRA, experts); the model has no
+                pair for a tensor that it changes, or one in which the product cannot be kept: merge it then. As for
+                `map_checkpoint`.
+            LazyModelError: The model has no pairs, or their scale is unknown.
+
+        Example:
+            >>> tuned = lm.build_abstract(lambda: {"up": {"kernel": jnp.zeros((64, 256)), "lora_a": jnp.zeros((64, 4)),
+            ...                                           "lora_b": jnp.zeros((4, 256))}})
+            >>> weights = lm.WeightMap({"up/kernel": lm.From("up.weight").T})
+            >>> base = {"up.weight": np.zeros((256, 64), "float32")}
+            >>> pairs = weights.adapters(base, lm.open_adapter("adapter"), tuned, scale=1.0)
+            >>> tuned.materialize(pairs)["up"]["lora_b"].max()  # lora_alpha / r is 2
+            Array(2., dtype=float32)
+        """
+        if not callable(getattr(cast(Any, adapter), "fit", None)):
+            raise CheckpointError(f"expected an adapter, found {adapter!r}; open one: lm.open_adapter(folder)")
+        base, added = adapter.fit(given_checkpoint(checkpoint))
+        found = map_checkpoint(base, self, abstract)
+        pairs = with_scale(abstract.framework.lora_pairs(abstract), scale)
+        if not pairs:
+            raise LazyModelError(f"{abstract.name} has no LoRA pairs; build it with them, or merge: {_MERGE}")
+        taken: set[str] = set()
+        for pair in pairs:
+            entries = [(source, captures) for _, source, captures in self._find(pair.base) if source is not None]
+            if not entries:
+                continue
+            shapes = abstract[pair.a].shape, abstract[pair.b].shape
+            try:
+                values, names = pair_values(
+                    pair, entries[0], added, shapes, base, lambda path: initial_value(abstract, path)
+                )
+            except ValueError as error:
+                raise CheckpointError(
+                    f"adapter {adapter.path}: its product cannot be kept in {pair.a!r} {list(shapes[0])}, {pair.b!r} "
+                    f"{list(shapes[1])}, whose base is {entries[0][0]}: {error}; or merge it instead: {_MERGE}"
+                ) from error
+            found.update(values)
+            taken |= names
+        if left := [name for name in added if name not in taken]:
+            raise CheckpointError(
+                f"adapter {adapter.path}: expected a LoRA pair of {abstract.name} for each tensor that it changes, "
+                f"found none for {len(left)} of {len(added)}: {listed(map(repr, left))}; build the model with pairs "
+                f"for these, or merge it instead: {_MERGE}"
+            )
+        return found
+
+    def write_pairs(self, pairs: Iterable[LoraPair], arrays: Mapping[str, LazyTensor]) -> dict[str, LowRank]:
+        """What LoRA pairs add to tensors, by their names: the inverse direction of `adapters`. Their scales are known.
+
+        Raises:
+            LazyModelError: A pair's base has no entry or several, or the pair cannot be written; names it.
+        """
+        products: list[tuple[str, LowRank]] = []
+        for pair in pairs:
+            entries = [(source, captures) for _, source, captures in self._find(pair.base) if source is not None]
+            if len(entries) != 1:
+                what = "several entries" if entries else f"no entry{closest(pair.base, self._entries)}"
+                raise LazyModelError(
+                    f"{pair.base!r}, to which {pair.a!r} and {pair.b!r} belong, has {what} in the table; give it one"
+                )
+            try:
+                products += pair_products(pair, entries[0], arrays[pair.a], arrays[pair.b])
+            except ValueError as error:
+                shapes = f"{pair.a!r} {list(arrays[pair.a].shape)}, {pair.b!r} {list(arrays[pair.b].shape)}"
+                raise LazyModelError(
+                    f"LoRA pair {shapes} cannot be written as an adapter of {entries[0][0]}: {error}; save the merged "
+                    "model instead"
+                ) from error
+        return sums_by_tensor(products)
+
+    def tensor_names(self, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
+        """The names of the tensors that variables of these shapes are made of, as far as the table has entries."""
+        names: set[str] = set()
+        for path, shape in shapes.items():
+            for _, source, captures in self._find(path):
+                if source is not None:
+                    places = unstacked(source, captures, shape)
+                    names.update(name for _, one, known in places for name in filled_names(one, known))
+        return names
 
     def _find(self, path: str) -> list[tuple[str, From | None, Captures]]:
         """The entries that match a path: pattern, source, captures."""

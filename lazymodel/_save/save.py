@@ -121,7 +121,7 @@ def save(
         >>> lm.open_checkpoint("folder").files
         ['folder/model-00001-of-00002.safetensors', 'folder/model-00002-of-00002.safetensors']
     """
-    (arrays, shardings), format = _values(model), _format(path, format)
+    (arrays, shardings), format = values_of(model), _format(path, format)
     where = _located(path, storage_options, format)
     tensors = mapped({name: lazy_array(name, array) for name, array in arrays.items()}, mapping)
     size = parse_bytes(max_shard_size, name="max_shard_size", at_least=1)
@@ -131,10 +131,10 @@ def save(
         metadata={"format": "pt"} | dict(metadata or {}),
         bar=progress_for(progress),
     )
-    _write(lambda: _destination(tensors, where, format, options, shardings), shardings, options, overwrite=overwrite)
+    write_to(lambda: _destination(tensors, where, format, options, shardings), shardings, options, overwrite=overwrite)
 
 
-def _write(
+def write_to(
     make: Callable[[], Destination | RemoteDestination],
     shardings: Sequence[Any],
     options: SaveOptions,
@@ -189,7 +189,7 @@ def _format(path: str | os.PathLike[str], format: str | None) -> str:
     return format or by_name or "safetensors"
 
 
-def _values(model: Any) -> tuple[Mapping[str, Any], list[Any]]:
+def values_of(model: Any) -> tuple[Mapping[str, Any], list[Any]]:
     """Returns the tensors to save, by path, and the shardings whose processes save them together."""
     if isinstance(model, ModelSpec):
         several = jax.process_count() > 1  # a single one may save what is planned for other devices

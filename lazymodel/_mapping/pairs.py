@@ -1,0 +1,310 @@
+"""LoRA pairs through the entry of their base, in both directions: an adapter's product, and the factors of a variable.
+
+An entry makes a variable of tensors. A tensor is seen as a matrix, its first axis by all others, to which a product of
+low rank is added. Where each axis of the variable runs over rows only, or over columns only, a product is added to the
+variable, too. Ones are sent through the entry to find out: their strides say which axis runs over what. Other entries
+are refused; merging works for all. All values are lazy tensors, so nothing is read here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias, cast
+
+import numpy as np
+
+from lazymodel._abstract.pairs import RANK, Axes, LoraPair
+from lazymodel._abstract.variable import Captures
+from lazymodel._mapping.entry import From, joined_names, unstacked, view_of_ones
+from lazymodel._tensors.lazy import LazyTensor, lazy
+
+_Shape: TypeAlias = "tuple[int, ...]"
+_Fixed: TypeAlias = "Mapping[int, int]"  # axis of a variable → index
+
+
+@dataclasses.dataclass(frozen=True)
+class LowRank:
+    """What is added to a tensor, seen as a matrix: `scale * b @ a.T`; if `flipped`, the transpose of it.
+
+    `a` is `(inputs, rank)` and `b` is `(outputs, rank)`. A tensor is flipped if it is stored as `(in, out)`.
+    """
+
+    a: LazyTensor
+    b: LazyTensor
+    scale: float
+    flipped: bool
+    shape: tuple[int, ...]  # of the tensor
+
+
+class PairSource(Protocol):
+    """An adapter, as `WeightMap.adapters` needs it."""
+
+    path: str
+
+    def fit(self, checkpoint: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, LowRank]]:
+        """The checkpoint with what the adapter replaces, and what it adds to its tensors, by their names."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class _Side:
+    """The rows or the columns of a matrix, and the axes of a variable that run over them."""
+
+    count: int
+    start: int  # where the variable begins
+    steps: Mapping[int, int]  # axis → step
+
+    def first(self, fixed: _Fixed) -> int:
+        """Where the variable begins if some axes are fixed."""
+        return self.start + sum(step * fixed.get(axis, 0) for axis, step in self.steps.items())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """A part of a variable, and the tensors that it is made of, joined to one matrix."""
+
+    fixed: _Fixed  # the part's place: indices along the axes of stacked tensors
+    names: Mapping[str, tuple[int, int]]  # tensor → its range of rows or of columns
+    by_rows: bool  # whether tensors are joined along rows
+    shape: _Shape  # of what they are joined to, with all its axes
+    rows: _Side
+    columns: _Side
+    factor: float  # the variable is so many times the tensors
+
+    def sides(self, flipped: bool) -> tuple[_Side, _Side]:
+        """The sides of `a` and of `b`."""
+        return (self.rows, self.columns) if flipped else (self.columns, self.rows)
+
+    def misplaced(self, axes: tuple[Axes, Axes], flipped: bool) -> Axes:
+        """The axes that a factor has though they run over the other factor's side."""
+        sides = zip(axes, reversed(self.sides(flipped)), strict=True)
+        return tuple(axis for of, other in sides for axis in of if axis in other.steps)
+
+
+def _places(entry: tuple[From, Captures], shape: _Shape, tensors: Mapping[str, Any] | None = None) -> Iterator[_Place]:
+    """The places of a variable of this shape; ValueError if there are none.
+
+    `tensors` give the sizes of joined tensors if the entry does not.
+    """
+    for fixed, source, captures in unstacked(*entry, shape):
+        axes = [axis for axis in range(len(shape)) if axis not in fixed]
+        view, whole = view_of_ones(source, tuple(shape[axis] for axis in axes))
+        names, along = joined_names(source, captures, whole, tensors)
+        if len(whole) < 2 or along > 1 or 0 in view.shape:
+            raise ValueError(f"{source.names[0]!r}, {list(whole)}, is no matrix")
+        width, steps = math.prod(whole[1:]), (dict[int, int](), dict[int, int]())
+        first, begin = divmod(view.geometry().start // view.itemsize_stored, width)
+        last = begin
+        for axis, extent, stride in zip(axes, view.shape, view.addresses.strides, strict=True):
+            step = stride // view.itemsize_stored
+            over_columns = step % width != 0 or step == 0
+            if extent > 1:
+                steps[over_columns][axis] = step if over_columns else step // width
+                last += (extent - 1) * step if over_columns else 0
+        # Elements that are repeated, in reverse or rearranged have no such strides.
+        if view.source.shape != whole or last >= width or min((1, *steps[0].values(), *steps[1].values())) < 1:
+            raise ValueError("an axis of the variable runs over inputs and outputs, or in an order of its own")
+        if along == 1:
+            names = {name: (lo * width // whole[1], hi * width // whole[1]) for name, (lo, hi) in names.items()}
+        rows, columns = _Side(whole[0], first, steps[0]), _Side(width, begin, steps[1])
+        yield _Place(fixed, names, along == 0, whole, rows, columns, float(view[(0,) * view.ndim]))
+
+
+def _scaled(factor: LazyTensor, scale: float) -> LazyTensor:
+    """Multiplied in float32 at least; by a power of two this changes no digits."""
+    return factor if scale == 1 else cast(Any, factor.astype(np.result_type(np.float32, factor.dtype)) * scale)
+
+
+def _zeros(shape: _Shape, dtype: Any = np.float32) -> LazyTensor:
+    return lazy(np.broadcast_to(np.zeros((), dtype), shape))
+
+
+def _concatenated(parts: Sequence[LazyTensor], axis: int) -> LazyTensor:
+    parts = [part for part in parts if part.shape[axis]] or parts[:1]
+    return parts[0] if len(parts) == 1 else cast(Any, np.concatenate(cast(Any, parts), axis))
+
+
+def _padded(factor: LazyTensor, start: int, count: int) -> LazyTensor:
+    """A factor with rows of zeros before and after it, `count` in all."""
+    before, after = ((n, factor.shape[1]) for n in (start, count - start - factor.shape[0]))
+    return _concatenated([_zeros(before, factor.dtype), factor, _zeros(after, factor.dtype)], 0)
+
+
+def _summed(products: Sequence[LowRank]) -> LowRank:
+    """The sum of products as one, whose rank is the sum of theirs."""
+    if len(products) == 1:
+        return products[0]
+    first = products[0]
+    if any(each.flipped != first.flipped for each in products):
+        raise ValueError("its tensors are stored partly as (in, out)")
+    b = [_scaled(each.b, each.scale / first.scale) for each in products]
+    a = [each.a for each in products]
+    return dataclasses.replace(first, a=_concatenated(a, 1), b=_concatenated(b, 1))
+
+
+def _split_shape(pair: LoraPair, axes: Axes, shape: _Shape) -> _Shape:
+    """The shape of a factor with each of these axes by itself, though the factor may have several as one."""
+    rank = math.prod(shape) // math.prod(pair.shape[axis] for axis in axes if axis != RANK)
+    return tuple(rank if axis == RANK else pair.shape[axis] for axis in axes)
+
+
+def _box(axes: Axes, fixed: _Fixed) -> tuple[slice, ...]:
+    """The part of a factor with these axes at fixed indices of some."""
+    return tuple(slice(fixed[axis], fixed[axis] + 1) if axis in fixed else slice(None) for axis in axes)
+
+
+# Into a model ---------------------------------------------------------------------------------------------------------
+
+
+def pair_values(
+    pair: LoraPair,
+    entry: tuple[From, Captures],
+    added: Mapping[str, LowRank],
+    shapes: tuple[_Shape, _Shape],
+    tensors: Mapping[str, Any],
+    initial: Callable[[str], LazyTensor],
+) -> tuple[dict[str, LazyTensor], set[str]]:
+    """The values of a pair, by path, and the names of the tensors to which they are added; none if there are none.
+
+    The pair of a tensor to which nothing is added has its initial `a`, and zeros as `b`; so has what a model's rank
+    exceeds an adapter's by. The outputs are those of the adapter, and training can use all of the rank.
+
+    Args:
+        pair: The pair; its scale is known.
+        entry: That of its base.
+        added: Tensor → what is added to it.
+        shapes: Those of `a` and of `b`.
+        tensors: The checkpoint.
+        initial: Path → its initial values.
+
+    Raises:
+        ValueError: The pair cannot have what is added; why.
+    """
+    places = list(_places(entry, pair.shape, tensors))
+    sums = [_sum_at(place, added) for place in places]
+    if (first := next((each for each in sums if each is not None), None)) is None:
+        return {}, set()
+    fixed = places[0].fixed
+    for axes in pair.axes:
+        if not places[0].misplaced(axes, first.flipped) and all(axis in of for axis in fixed for of in axes):
+            break
+    else:
+        raise ValueError("the model's pair does not divide its axes into inputs and outputs, or is shared by layers")
+    values: dict[str, LazyTensor] = {}
+    for index, path in enumerate((pair.a, pair.b)):
+        of = axes[index]
+        default = _split_shape(pair, of, shapes[index])
+        start = _zeros(default) if index else initial(path).reshape(default)
+        parts: list[LazyTensor] = []
+        for place, each in zip(places, sums, strict=True):
+            part = start[_box(of, place.fixed)]
+            if each is not None:
+                factor = _scaled(each.b, each.scale * place.factor / cast(float, pair.scale)) if index else each.a
+                factor = _spread(factor, of, place.sides(first.flipped)[index], pair.shape)
+                part = _with_rank(factor, part, of.index(RANK))
+            parts.append(part)
+        for axis in reversed(fixed):
+            count = pair.shape[axis]
+            parts = [_concatenated(parts[n : n + count], of.index(axis)) for n in range(0, len(parts), count)]
+        values[path] = parts[0].reshape(shapes[index])
+    return values, {name for place in places for name in place.names if name in added}
+
+
+def _sum_at(place: _Place, added: Mapping[str, LowRank]) -> LowRank | None:
+    """What is added to the tensors of a place, as one product."""
+    found: list[LowRank] = []
+    for name, (start, _) in place.names.items():
+        if (low := added.get(name)) is not None:
+            joined_at_b = place.by_rows != low.flipped
+            a, b = (side.count for side in place.sides(low.flipped))
+            starts = (0, start) if joined_at_b else (start, 0)
+            found.append(dataclasses.replace(low, a=_padded(low.a, starts[0], a), b=_padded(low.b, starts[1], b)))
+    return _summed(found) if found else None
+
+
+def _spread(factor: LazyTensor, axes: Axes, side: _Side, shape: _Shape) -> LazyTensor:
+    """A factor with the axes of a variable in place of its first; axes that are not of its side have one index."""
+    row, rank = factor.addresses.strides
+    extents = [factor.shape[1] if axis == RANK else shape[axis] if axis in side.steps else 1 for axis in axes]
+    strides = [rank if axis == RANK else row * side.steps.get(axis, 0) for axis in axes]
+    begin = factor.addresses[side.start :]
+    return factor.at(np.lib.stride_tricks.as_strided(begin, extents, strides, subok=True))
+
+
+def _with_rank(factor: LazyTensor, start: LazyTensor, axis: int) -> LazyTensor:
+    """A factor with the rank that the model's has: the rest is from `start`."""
+    rank, most = factor.shape[axis], start.shape[axis]
+    if rank > most:
+        raise ValueError(f"the adapter's rank is {rank}, that of the model {most}; build it with {rank}")
+    rest = start[(*(slice(None),) * axis, slice(rank, None))]
+    return _concatenated([factor, rest.astype(np.result_type(factor.dtype, rest.dtype))], axis)
+
+
+# Out of a model -------------------------------------------------------------------------------------------------------
+
+
+def pair_products(
+    pair: LoraPair, entry: tuple[From, Captures], a: LazyTensor, b: LazyTensor
+) -> Iterator[tuple[str, LowRank]]:
+    """What a pair adds to the tensors of its base, by name. There may be several products for a tensor.
+
+    Raises:
+        ValueError: The pair cannot be separated into inputs and outputs of tensors; why.
+    """
+    if entry[0].read_only:
+        raise ValueError("the entry ends with .unsaved()")
+    for place in _places(entry, pair.shape):
+        options = itertools.product(pair.axes, (False, True))
+        axes, flipped = min(options, key=lambda option: len(place.misplaced(*option)))
+        # Axes of the other side are taken apart: a product for each index.
+        loose = place.misplaced(axes, flipped)
+        for index in itertools.product(*(range(pair.shape[axis]) for axis in loose)):
+            fixed = {**place.fixed, **dict(zip(loose, index, strict=True))}
+            matrices = [
+                _matrix(factor.reshape(_split_shape(pair, of, factor.shape)), of, side, fixed)
+                for factor, of, side in zip((a, b), axes, place.sides(flipped), strict=True)
+            ]
+            starts = [side.first(fixed) for side in place.sides(flipped)]
+            yield from _by_tensor(place, matrices, starts, flipped, cast(float, pair.scale) / place.factor)
+
+
+def _matrix(factor: LazyTensor, axes: Axes, side: _Side, fixed: _Fixed) -> LazyTensor:
+    """A factor as a matrix `(rows of a side, rank)`, at fixed indices."""
+    own = [axis for axis in axes if axis in side.steps and axis not in fixed]
+    order = sorted(own, key=lambda axis: -side.steps[axis])
+    extents = [factor.shape[axes.index(axis)] for axis in order]
+    if [side.steps[axis] for axis in order] != [math.prod(extents[n + 1 :]) for n in range(len(order))]:
+        raise ValueError("the variable has rows or columns of its tensors that do not follow each other")
+    others = [axis for axis in axes if axis not in (*order, RANK)]
+    turned = factor[_box(axes, fixed)].transpose([axes.index(axis) for axis in (*others, *order, RANK)])
+    return turned.reshape(math.prod(extents), turned.shape[-1])
+
+
+def _by_tensor(
+    place: _Place, matrices: Sequence[LazyTensor], starts: Sequence[int], flipped: bool, scale: float
+) -> Iterator[tuple[str, LowRank]]:
+    """A product that begins at some row and column of a place, cut into those of its tensors."""
+    joined = int(place.by_rows != flipped)  # the factor along which tensors are joined
+    for name, (lo, hi) in place.names.items():
+        start, matrix = starts[joined], matrices[joined]
+        begin, end = max(lo, start), min(hi, start + matrix.shape[0])
+        if begin >= end:
+            continue
+        factors, counts = list(matrices), [side.count for side in place.sides(flipped)]
+        firsts = list(starts)
+        factors[joined], firsts[joined], counts[joined] = matrix[begin - start : end - start], begin - lo, hi - lo
+        a, b = (_padded(*each) for each in zip(factors, firsts, counts, strict=True))
+        axis, unit = (0, 1) if place.by_rows else (1, math.prod(place.shape[2:]))
+        shape = (*place.shape[:axis], (hi - lo) // unit, *place.shape[axis + 1 :])
+        yield name, LowRank(a, b, scale, flipped, shape)
+
+
+def sums_by_tensor(products: Sequence[tuple[str, LowRank]]) -> dict[str, LowRank]:
+    """Tensor → the sum of all products that are added to it."""
+    found: dict[str, list[LowRank]] = {}
+    for name, low in products:
+        found.setdefault(name, []).append(low)
+    return {name: _summed(each) for name, each in found.items()}

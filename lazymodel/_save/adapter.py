@@ -1,0 +1,180 @@
+"""A model's LoRA pairs into a folder as PEFT writes it: `save_adapter`.
+
+The factors go the way of `save`, and the folder is replaced as a whole. What a pair adds to which tensor is calculated
+in `_mapping/pairs`; `_adapters.py` reads such folders.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from lazymodel._abstract.framework import ModelSpec
+from lazymodel._abstract.pairs import lora_pairs, with_scale
+from lazymodel._abstract.variable import lazy_array
+from lazymodel._adapters import CONFIG, EMBEDDINGS, FILES, PREFIX
+from lazymodel._errors import LazyModelError
+from lazymodel._mapping.pairs import LowRank
+from lazymodel._mapping.table import WeightMap
+from lazymodel._remote.url import is_url
+from lazymodel._save.atomic import carry_over, writing
+from lazymodel._save.destination import SavedFile, SaveOptions, WholeFolder, layout
+from lazymodel._save.save import default_budget, values_of, write_to
+from lazymodel._save.write import check_budget
+from lazymodel._show.progress import Progress, progress_for
+from lazymodel._show.text import parse_budget
+from lazymodel._tensors.lazy import LazyTensor
+
+
+def save_adapter(
+    model: Any,
+    folder: str | os.PathLike[str],
+    *,
+    mapping: WeightMap | None = None,
+    base: str | None = None,
+    scale: float | None = None,
+    max_host_memory: int | str | None = None,
+    progress: bool | Progress | Callable[[int, int], object] | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Writes a model's LoRA pairs as an adapter that PEFT and vLLM load: `adapter_config.json` and its tensors.
+
+    The base is not written. The factors are written with their own dtypes and bits; the model's factor of `a @ b`
+    becomes `lora_alpha / r`. As with `save`, the folder is the complete old adapter or the complete new one at each
+    instant, other files in it stay, and where several processes share the arrays, all call this.
+
+    Args:
+        model: As of `save`, with pairs as of `WeightMap.adapters`.
+        folder: A folder on a disk.
+        mapping: The `WeightMap` with which the base is loaded. It decides the adapter's names and the orientation of
+            its factors. None if variables have the names and shapes of the base's tensors.
+        base: The base model's name on a hub, or its path, for `base_model_name_or_path`.
+        scale: As of `WeightMap.adapters`.
+        max_host_memory: As of `save`, in bytes or `"1GiB"`.
+        progress: As of `save`.
+        overwrite: Whether an adapter that is there already is replaced.
+
+    Raises:
+        LazyModelError: The model has no pairs, their scale is unknown, the table has no entry for the base of one, or
+            a pair cannot be written as factors of its tensors; or as `save`.
+        CheckpointError: As `save`.
+
+    Example:
+        >>> weights = lm.WeightMap({"up/kernel": lm.From("up.weight").T})
+        >>> up = {"kernel": jnp.zeros((64, 256)), "lora_a": jnp.ones((64, 4)), "lora_b": jnp.ones((4, 256))}
+        >>> lm.save_adapter({"up": up}, "tuned", mapping=weights, base="example/base", scale=2.0)
+        >>> lm.open_adapter("tuned")
+        Adapter('tuned/adapter_model.safetensors': LoRA of rank 4, alpha 8, 1 module (up), for example/base)
+    """
+    if mapping is not None and not isinstance(cast(Any, mapping), WeightMap):
+        raise LazyModelError(f"save_adapter: mapping is the WeightMap of the base, or None; got {mapping!r}")
+    if is_url(folder):
+        raise LazyModelError("save_adapter: expected a folder on a disk, found a URL; save it there, and copy it")
+    found = model.framework.lora_pairs(model) if isinstance(model, ModelSpec) else lora_pairs(model)
+    if not found:
+        raise LazyModelError(f"save_adapter: {type(model).__name__} has no LoRA pairs; lm.save writes models without")
+    pairs = with_scale(found, scale)
+    values, shardings = values_of(model)
+    arrays = {path: lazy_array(path, values[path]) for pair in pairs for path in (pair.a, pair.b)}
+    table = WeightMap({pair.base: pair.base for pair in pairs}) if mapping is None else mapping
+    added = {name.replace("/", "."): low for name, low in table.write_pairs(pairs, arrays).items()}
+    others = {path: np.shape(array) for path, array in values.items() if path not in arrays}
+    known = others if mapping is None else mapping.tensor_names(others)
+    tensors, config = _adapter(added, {name.replace("/", ".") for name in known}, base)
+    options = SaveOptions(
+        None, parse_budget(max_host_memory, default_budget(tensors)), {"format": "pt"}, progress_for(progress)
+    )
+    write_to(lambda: _AdapterFolder(Path(folder), tensors, config, options), shardings, options, overwrite=overwrite)
+
+
+class _AdapterFolder(WholeFolder):
+    """A folder with an adapter; its other files stay."""
+
+    def __init__(
+        self, path: Path, tensors: dict[str, LazyTensor], config: Mapping[str, Any], options: SaveOptions
+    ) -> None:
+        (file,) = layout(tensors, None, options.metadata, "")
+        text = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+        files = [dataclasses.replace(file, name=FILES[0]), SavedFile(CONFIG, text, (), len(text))]
+        super().__init__(Path(os.path.realpath(path)), files)
+        check_budget(files, options.budget)
+
+    def _there(self) -> Path | None:
+        if self.path.exists() and not self.path.is_dir():
+            raise LazyModelError(f"{self.path} is a file; give a folder")
+        return next((self.path / name for name in (CONFIG, *FILES) if (self.path / name).exists()), None)
+
+    def commit(self) -> None:
+        with writing(self.path):
+            if self.path.exists():
+                carry_over(self.path, self._stage.new, leave=(CONFIG, *FILES))
+        super().commit()
+
+
+def _adapter(
+    added: Mapping[str, LowRank], known: Collection[str], base: str | None
+) -> tuple[dict[str, LazyTensor], dict[str, Any]]:
+    """An adapter's tensors and its configuration, from what is added to the base's tensors, whose names are known."""
+    tensors: dict[str, LazyTensor] = {}
+    ranks, alphas, flipped = dict[str, int](), dict[str, float](), False
+    for name, low in added.items():
+        module = name.removesuffix(".weight")
+        if module == name or len(low.shape) < 2:
+            raise LazyModelError(
+                f"save_adapter: expected the weight of a module, such as 'model.layers.0.self_attn.q_proj.weight', "
+                f"found {name!r}; pass the WeightMap of the base as mapping"
+            )
+        rank = low.a.shape[1]
+        a, b = low.a.T, low.b
+        if module.rpartition(".")[2] in EMBEDDINGS and low.flipped:
+            tensors |= {f"{PREFIX}{module}.lora_embedding_A": a, f"{PREFIX}{module}.lora_embedding_B": b}
+        else:
+            ones = (1,) * (len(low.shape) - 2)  # of a convolution
+            tensors[f"{PREFIX}{module}.lora_A.weight"] = a.reshape(rank, *low.shape[1:]) if ones else a
+            tensors[f"{PREFIX}{module}.lora_B.weight"] = b.reshape(*b.shape, *ones)
+            flipped |= low.flipped
+        ranks[module], alphas[module] = rank, low.scale * rank
+    r, rank_pattern = _patterns(ranks)
+    alpha, alpha_pattern = _patterns(alphas)
+    modules = {name.removesuffix(".weight") for name in known if name.endswith(".weight")}
+    config = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": base,
+        "r": r,
+        "lora_alpha": alpha,
+        "rank_pattern": rank_pattern,
+        "alpha_pattern": alpha_pattern,
+        "target_modules": sorted({*_short(ranks, modules)}),
+        "fan_in_fan_out": flipped,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "modules_to_save": None,
+        "use_rslora": False,
+        "use_dora": False,
+        "inference_mode": True,
+        "task_type": None,
+    }
+    return tensors, config
+
+
+def _patterns(values: Mapping[str, float]) -> tuple[float, dict[str, float]]:
+    """The value of most modules, and patterns for the others."""
+    numbers = {module: int(value) if value == int(value) else value for module, value in values.items()}
+    ((most, _),) = Counter(numbers.values()).most_common(1)
+    return most, {f"^{re.escape(module)}": value for module, value in numbers.items() if value != most}
+
+
+def _short(modules: Collection[str], others: Collection[str]) -> Iterator[str]:
+    """The targets: the last part of names, if all modules of the base with it are adapted; otherwise whole names."""
+    partly = {name.rpartition(".")[2] for name in others if name not in modules}
+    for module in modules:
+        last = module.rpartition(".")[2]
+        yield module if last in partly else last
