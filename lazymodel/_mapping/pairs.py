@@ -308,3 +308,16 @@ def sums_by_tensor(products: Sequence[tuple[str, LowRank]]) -> dict[str, LowRank
     for name, low in products:
         found.setdefault(name, []).append(low)
     return {name: _summed(each) for name, each in found.items()}
+
+
+def of_rank(low: LowRank, rank: int) -> tuple[LowRank, float]:
+    """The product of a lower rank that is closest to this one, and its relative error; reads the factors.
+
+    By the theorem of Eckart and Young it is that of the largest singular values. The product itself is not computed.
+    """
+    (left, upper), (right, lower) = (np.linalg.qr(np.asarray(factor, np.float64)) for factor in (low.b, low.a))
+    outputs, sizes, inputs = np.linalg.svd(upper @ lower.T, full_matrices=False)
+    root = np.sqrt(sizes[:rank])
+    b, a = (left @ outputs[:, :rank] * root, right @ inputs[:rank].T * root)
+    error = float(np.linalg.norm(sizes[rank:]) / (np.linalg.norm(sizes) or 1))
+    return dataclasses.replace(low, a=lazy(a.astype(np.float32)), b=lazy(b.astype(np.float32))), error

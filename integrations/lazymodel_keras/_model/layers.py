@@ -89,8 +89,10 @@ def lora_pairs(result: Any, paths: Mapping[int, str]) -> list[LoraPair]:
             shape, last = (*a.shape[:-1], b.shape[-1]), len(a.shape) - 1  # int4 kernels are packed
             axes = (*range(last), RANK), (RANK, last)
             scale = layer.lora_alpha / layer.lora_rank
-            found.append(LoraPair(paths[id(weight)], paths[id(a)], paths[id(b)], shape, (axes,), scale))
-    return found
+            tied = getattr(layer, "tie_weights", False)
+            found.append(LoraPair(paths[id(weight)], paths[id(a)], paths[id(b)], shape, (axes,), scale, tied))
+    places = {path: place for place, path in enumerate(paths.values())}
+    return sorted(found, key=lambda pair: places[pair.base])
 
 
 def held_lazily(value: Any) -> LazyTensor | None:
