@@ -115,7 +115,7 @@ def _places(entry: tuple[From, Captures], shape: _Shape, tensors: Mapping[str, A
 
 def _scaled(factor: LazyTensor, scale: float) -> LazyTensor:
     """Multiplied in float32 at least; by a power of two this changes no digits."""
-    return factor if scale == 1 else cast(Any, factor.astype(np.result_type(np.float32, factor.dtype)) * scale)
+    return factor if scale == 1 else factor.astype(np.result_type(np.float32, factor.dtype)) * scale
 
 
 def _zeros(shape: _Shape, dtype: Any = np.float32) -> LazyTensor:

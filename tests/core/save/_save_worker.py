@@ -119,7 +119,9 @@ class Worker:
             os.pwrite = self.pwrite
 
     def finish(self) -> None:
-        """Writes down what came of it, and what should be in the checkpoints `plain` and `mapped`."""
+        """Saves an adapter; writes down what came of it, and what should be in checkpoints `plain` and `mapped`."""
+        pair = {"w_lora_a": self.arrays["rows"], "w_lora_b": self.arrays["columns"], "w": np.zeros((16, 16))}
+        lm.save_adapter(pair, self.folder / "adapter", mapping=lm.WeightMap({"w": From("w.weight").T}), scale=1.0)
         if self.process == 0:
             expected = {f"plain:{name}": value for name, value in self.values.items()}
             expected |= {f"mapped:{name}": np.asarray(value) for name, value in back(self.values).items()}

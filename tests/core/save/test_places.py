@@ -187,3 +187,15 @@ def test_two_processes_write_one_checkpoint(processes: Path, name: str) -> None:
     indexes = {path: json.loads(objects[f"{path}/{INDEX}"]) for path in ("plain", "mapped")}
     shards = {f"{path}/{shard}" for path, index in indexes.items() for shard in index["weight_map"].values()}
     assert objects.keys() == shards | {f"plain/{INDEX}", f"mapped/{INDEX}", "one.safetensors"}, "failures left nothing"
+
+
+def test_two_processes_write_one_adapter(processes: Path) -> None:
+    expected = np.load(processes / "expected.npz")
+    adapter = lm.open_adapter(processes / "adapter")
+    assert (adapter.ranks, adapter.scales) == ({"w": 6}, {"w": 1.0})
+    np.testing.assert_array_equal(adapter.source["base_model.model.w.lora_A.weight"], expected["plain:rows"].T)
+    np.testing.assert_array_equal(adapter.source["base_model.model.w.lora_B.weight"], expected["plain:columns"].T)
+    assert sorted(path.name for path in (processes / "adapter").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
