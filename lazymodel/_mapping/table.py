@@ -267,8 +267,9 @@ class WeightMap:
             LazyModelError: The model has no pairs, or their scale is unknown.
 
         Example:
-            >>> tuned = lm.build_abstract(lambda: {"up": {"kernel": jnp.zeros((64, 256)), "lora_a": jnp.zeros((64, 4)),
-            ...                                           "lora_b": jnp.zeros((4, 256))}})
+            >>> zeros = jax.numpy.zeros
+            >>> pair = {"lora_a": zeros((64, 4)), "lora_b": zeros((4, 256))}
+            >>> tuned = lm.build_abstract(lambda: {"up": {"kernel": zeros((64, 256)), **pair}})
             >>> weights = lm.WeightMap({"up/kernel": lm.From("up.weight").T})
             >>> base = {"up.weight": np.zeros((256, 64), "float32")}
             >>> pairs = weights.adapters(base, lm.open_adapter("adapter"), tuned, scale=1.0)
