@@ -79,6 +79,7 @@ def save_adapter(
         >>> weights = lm.WeightMap({"up/kernel": lm.From("up.weight").T})
         >>> up = {"kernel": np.zeros((64, 256)), "lora_a": np.ones((64, 4)), "lora_b": np.ones((4, 256))}
         >>> lm.save_adapter({"up": up}, "tuned", mapping=weights, base="example/base", scale=2.0)
+        {}
         >>> lm.open_adapter("tuned")
         Adapter('tuned/adapter_model.safetensors': LoRA of rank 4, alpha 8, 1 module (up), for example/base)
     """
