@@ -25,7 +25,7 @@ Axes: TypeAlias = "tuple[int, ...]"
 _Shape: TypeAlias = "tuple[int, ...]"
 
 # `kernel_lora_a` is Qwix' name, `lora_a` NNX', `q_proj.lora_A.weight` PEFT's.
-_A = re.compile(r"((?:.*[./_])?)lora_([aA])((?:[./](?:default|weight|kernel))*)", re.DOTALL)
+_A = re.compile(r"((?:.*[./_])?)(lora_(?:embedding_)?)([aA])((?:[./](?:default|weight|kernel))*)", re.DOTALL)
 # Where a variable may be whose pair is in a module: in the module, in what it wraps, or around a module `lora`.
 _WRAPPED = ("base_module", "base_layer")
 
@@ -105,8 +105,8 @@ def named_pairs(shapes: Mapping[str, _Shape]) -> list[LoraPair]:
     for a, shape in shapes.items():
         if (match := _A.fullmatch(a)) is None:
             continue
-        head, letter, tail = match.groups()
-        b = f"{head}lora_{'b' if letter == 'a' else 'B'}{tail}"
+        head, word, letter, tail = match.groups()
+        b = f"{head}{word}{'b' if letter == 'a' else 'B'}{tail}"
         if b not in shapes:
             raise LazyModelError(f"LoRA pair: expected {b!r} next to {a!r}, found none; save or build both factors")
         found = {base: shapes[stored] for base, stored in _bases(head, shapes, modules)}

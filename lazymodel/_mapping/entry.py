@@ -431,10 +431,10 @@ def unstacked(source: From, captures: Captures, shape: _Shape) -> Iterator[tuple
         yield {axis: number for (axis, _), number in zip(stacks, index, strict=True)}, inner, captures | numbers
 
 
-def view_of_ones(source: From, shape: _Shape) -> tuple[LazyTensor, _Shape]:
-    """A variable of this shape as a view of ones in the place of its tensors, joined; and their shape.
+def variable_of(source: From, shape: _Shape, fill: Callable[[_Shape], LazyTensor]) -> tuple[LazyTensor, _Shape]:
+    """The variable of this shape that an entry makes of something else than its tensors, and the shape of these.
 
-    Raises ValueError if the entry stacks tensors, or the shape of these is unknown.
+    `fill` makes it from that shape. Raises ValueError if the entry stacks tensors, or their shape is unknown.
     """
     if any(isinstance(step, _Stack) for step in source._steps):
         raise ValueError("tensors are stacked before other steps")
@@ -443,7 +443,7 @@ def view_of_ones(source: From, shape: _Shape) -> tuple[LazyTensor, _Shape]:
         if (before := _shape_before(step, shapes[0])) is None:
             raise ValueError(f"{step} does not give {list(shapes[0])}")
         shapes.insert(0, before)
-    values: Any = lazy(np.broadcast_to(np.ones(()), shapes[0]), source.names[0])
+    values: Any = fill(shapes[0])
     for step, after in zip(source._steps, shapes[1:], strict=True):
         assert not isinstance(step, _Stack)
         values = step.apply(values, after) if isinstance(step, _Rearrange) else step.apply(values)

@@ -2,24 +2,29 @@
 
 An entry makes a variable of tensors. A tensor is seen as a matrix, its first axis by all others, to which a product of
 low rank is added. Where each axis of the variable runs over rows only, or over columns only, a product is added to the
-variable, too. Ones are sent through the entry to find out: their strides say which axis runs over what. Other entries
-are refused; merging works for all. All values are lazy tensors, so nothing is read here.
+variable, too. To find out, the numbers of elements are sent through the entry in place of tensors, and read along each
+axis. Other entries are refused; merging works for all. All values are lazy tensors, so nothing is read of these here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 
 from lazymodel._abstract.pairs import RANK, Axes, LoraPair
 from lazymodel._abstract.variable import Captures
-from lazymodel._mapping.entry import From, joined_names, unstacked, view_of_ones
+from lazymodel._errors import LazyModelError
+from lazymodel._mapping.entry import From, joined_names, unstacked, variable_of
+from lazymodel._tensors.boxes import Geometry
+from lazymodel._tensors.buffers import Steps, Workspace, assign
 from lazymodel._tensors.lazy import LazyTensor, lazy
+from lazymodel._tensors.tensor_source import TensorSource
 
 _Shape: TypeAlias = "tuple[int, ...]"
 _Fixed: TypeAlias = "Mapping[int, int]"  # axis of a variable → index
@@ -49,17 +54,45 @@ class PairSource(Protocol):
         ...
 
 
+class _Indices(TensorSource):
+    """The number of each element in C order, from 1."""
+
+    name, file, offset, dtype = "indices", "", 0, np.dtype(np.float64)
+
+    def __init__(self, shape: _Shape) -> None:
+        self.shape = shape
+
+    def fill(self, geometry: Geometry, out: np.ndarray, steps: Steps, workspace: Workspace) -> None:
+        steps_of_axes = [stride // self.dtype.itemsize for stride in geometry.strides]
+        lines = np.ix_(*(np.arange(n) * step for n, step in zip(geometry.shape, steps_of_axes, strict=True)))
+        assign(out, np.asarray(1.0 + geometry.start // self.dtype.itemsize + sum(lines)), steps)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Side:
     """The rows or the columns of a matrix, and the axes of a variable that run over them."""
 
     count: int
     start: int  # where the variable begins
-    steps: Mapping[int, int]  # axis → step
+    offsets: Mapping[int, np.ndarray]  # axis → for each index how far it is from there
 
     def first(self, fixed: _Fixed) -> int:
         """Where the variable begins if some axes are fixed."""
-        return self.start + sum(step * fixed.get(axis, 0) for axis, step in self.steps.items())
+        return self.start + sum(int(self.offsets[axis][index]) for axis, index in fixed.items() if axis in self.offsets)
+
+    def parts(self, axis: int) -> list[tuple[int, int]]:
+        """An axis as axes with a step each: extent and step, such as that of heads and that within a head."""
+        offsets, found = self.offsets[axis], list[tuple[int, int]]()
+        while len(offsets) > 1:
+            step = int(offsets[1] - offsets[0])
+            other = np.flatnonzero(offsets != offsets[0] + step * np.arange(len(offsets)))
+            extent = int(other[0]) if len(other) else len(offsets)
+            rows = offsets.reshape(-1, extent) if len(offsets) % extent == 0 else offsets[:0].reshape(-1, 1)
+            if step < 1 or not rows.size or np.any(rows - rows[:, :1] != step * np.arange(extent)):
+                raise ValueError("an axis of the variable has indices in an order of its own")
+            found.insert(0, (extent, step))
+            offsets = offsets[::extent]
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +114,31 @@ class _Place:
     def misplaced(self, axes: tuple[Axes, Axes], flipped: bool) -> Axes:
         """The axes that a factor has though they run over the other factor's side."""
         sides = zip(axes, reversed(self.sides(flipped)), strict=True)
-        return tuple(axis for of, other in sides for axis in of if axis in other.steps)
+        return tuple(axis for of, other in sides for axis in of if axis in other.offsets)
+
+
+def _sides(source: From, shape: _Shape, axes: Sequence[int]) -> tuple[_Shape, _Side, _Side, float]:
+    """What a variable whose axes have these numbers is made of: the tensors' shape, rows, columns, and factor."""
+    view, whole = variable_of(source, shape, lambda shape: LazyTensor(_Indices(shape)))
+    if len(whole) < 2 or 0 in shape:
+        raise ValueError(f"{source.names[0]!r}, {list(whole)}, is no matrix")
+    ones, _ = variable_of(source, shape, lambda shape: lazy(np.broadcast_to(np.ones(()), shape)))
+    factor = float(ones[(0,) * ones.ndim])
+
+    def places(index: tuple[Any, ...]) -> tuple[np.ndarray, np.ndarray]:
+        return np.divmod(np.rint(np.asarray(view[index]) / factor).astype(np.int64) - 1, math.prod(whole[1:]))
+
+    starts = places((0,) * view.ndim)
+    offsets: tuple[dict[int, np.ndarray], dict[int, np.ndarray]] = {}, {}
+    for number, axis in enumerate(axes):
+        index = (*(0,) * number, slice(None), *(0,) * (view.ndim - number - 1))
+        moves = [line - start for line, start in zip(places(index), starts, strict=True)]
+        if moves[0].any() and moves[1].any():
+            raise ValueError("an axis of the variable runs over inputs and outputs")
+        if view.shape[number] > 1:
+            offsets[not moves[0].any()][axis] = moves[not moves[0].any()]
+    rows = _Side(whole[0], int(starts[0]), offsets[0])
+    return whole, rows, _Side(math.prod(whole[1:]), int(starts[1]), offsets[1]), factor
 
 
 def _places(entry: tuple[From, Captures], shape: _Shape, tensors: Mapping[str, Any] | None = None) -> Iterator[_Place]:
@@ -89,28 +146,19 @@ def _places(entry: tuple[From, Captures], shape: _Shape, tensors: Mapping[str, A
 
     `tensors` give the sizes of joined tensors if the entry does not.
     """
+    found: tuple[_Shape, _Side, _Side, float] | None = None  # the same for all layers
     for fixed, source, captures in unstacked(*entry, shape):
-        axes = [axis for axis in range(len(shape)) if axis not in fixed]
-        view, whole = view_of_ones(source, tuple(shape[axis] for axis in axes))
+        if found is None:
+            axes = [axis for axis in range(len(shape)) if axis not in fixed]
+            found = _sides(source, tuple(shape[axis] for axis in axes), axes)
+        whole, rows, columns, factor = found
         names, along = joined_names(source, captures, whole, tensors)
-        if len(whole) < 2 or along > 1 or 0 in view.shape:
-            raise ValueError(f"{source.names[0]!r}, {list(whole)}, is no matrix")
-        width, steps = math.prod(whole[1:]), (dict[int, int](), dict[int, int]())
-        first, begin = divmod(view.geometry().start // view.itemsize_stored, width)
-        last = begin
-        for axis, extent, stride in zip(axes, view.shape, view.addresses.strides, strict=True):
-            step = stride // view.itemsize_stored
-            over_columns = step % width != 0 or step == 0
-            if extent > 1:
-                steps[over_columns][axis] = step if over_columns else step // width
-                last += (extent - 1) * step if over_columns else 0
-        # Elements that are repeated, in reverse or rearranged have no such strides.
-        if view.source.shape != whole or last >= width or min((1, *steps[0].values(), *steps[1].values())) < 1:
-            raise ValueError("an axis of the variable runs over inputs and outputs, or in an order of its own")
+        if along > 1:
+            raise ValueError(f"tensors are joined along axis {along}")
         if along == 1:
-            names = {name: (lo * width // whole[1], hi * width // whole[1]) for name, (lo, hi) in names.items()}
-        rows, columns = _Side(whole[0], first, steps[0]), _Side(width, begin, steps[1])
-        yield _Place(fixed, names, along == 0, whole, rows, columns, float(view[(0,) * view.ndim]))
+            unit = math.prod(whole[2:])
+            names = {name: (lo * unit, hi * unit) for name, (lo, hi) in names.items()}
+        yield _Place(fixed, names, along == 0, whole, rows, columns, factor)
 
 
 def _scaled(factor: LazyTensor, scale: float) -> LazyTensor:
@@ -228,10 +276,12 @@ def _sum_at(place: _Place, added: Mapping[str, LowRank]) -> LowRank | None:
 def _spread(factor: LazyTensor, axes: Axes, side: _Side, shape: _Shape) -> LazyTensor:
     """A factor with the axes of a variable in place of its first; axes that are not of its side have one index."""
     row, rank = factor.addresses.strides
-    extents = [factor.shape[1] if axis == RANK else shape[axis] if axis in side.steps else 1 for axis in axes]
-    strides = [rank if axis == RANK else row * side.steps.get(axis, 0) for axis in axes]
+    parts = [[(1, 0)] if axis not in side.offsets else side.parts(axis) for axis in axes if axis != RANK]
+    parts.insert(axes.index(RANK), [(factor.shape[1], 0)])
+    strides = [rank if axis == RANK else row * step for axis, of in zip(axes, parts, strict=True) for _, step in of]
     begin = factor.addresses[side.start :]
-    return factor.at(np.lib.stride_tricks.as_strided(begin, extents, strides, subok=True))
+    split = np.lib.stride_tricks.as_strided(begin, [n for of in parts for n, _ in of], strides, subok=True)
+    return factor.at(split).reshape([math.prod(n for n, _ in of) for of in parts])
 
 
 def _with_rank(factor: LazyTensor, start: LazyTensor, axis: int) -> LazyTensor:
@@ -247,18 +297,56 @@ def _with_rank(factor: LazyTensor, start: LazyTensor, axis: int) -> LazyTensor:
 
 
 def pair_products(
-    pair: LoraPair, entry: tuple[From, Captures], a: LazyTensor, b: LazyTensor
-) -> Iterator[tuple[str, LowRank]]:
-    """What a pair adds to the tensors of its base, by name. There may be several products for a tensor.
+    found: Sequence[tuple[LoraPair, tuple[From, Captures]]], arrays: Mapping[str, LazyTensor]
+) -> dict[str, LowRank]:
+    """Tensor → what pairs add to it, of pairs with the entries of their bases and arrays by path.
 
     Raises:
-        ValueError: The pair cannot be separated into inputs and outputs of tensors; why.
+        LazyModelError: A pair cannot be separated into inputs and outputs of tensors; names it.
     """
-    if entry[0].read_only:
-        raise ValueError("the entry ends with .unsaved()")
-    for place in _places(entry, pair.shape):
-        options = itertools.product(pair.axes, (False, True))
-        axes, flipped = min(options, key=lambda option: len(place.misplaced(*option)))
+    places = [_checked(pair, entry, arrays) for pair, entry in found]
+    orientations = [_orientations(pair, of[0]) for (pair, _), of in zip(found, places, strict=True)]
+    # A square matrix is stored as the others are, by default as PyTorch does.
+    default = {next(iter(each)) for each in orientations if len(each) == 1} == {True}
+    products: dict[str, list[LowRank]] = {}
+    for (pair, entry), of, each in zip(found, places, orientations, strict=True):
+        with _explained(pair, entry[0], arrays):
+            flipped = default if default in each else not default
+            for name, low in _products(pair, of, flipped, arrays[pair.a], arrays[pair.b]):
+                products.setdefault(name, []).append(low)
+    return {name: _summed(each) for name, each in products.items()}
+
+
+@contextlib.contextmanager
+def _explained(pair: LoraPair, source: From, arrays: Mapping[str, LazyTensor]) -> Generator[None]:
+    try:
+        yield
+    except ValueError as error:
+        factors = ", ".join(f"{path!r} {list(arrays[path].shape)}" for path in (pair.a, pair.b))
+        raise LazyModelError(
+            f"LoRA pair {factors} cannot be written as an adapter of {source}: {error}; save the merged model instead"
+        ) from error
+
+
+def _checked(pair: LoraPair, entry: tuple[From, Captures], arrays: Mapping[str, LazyTensor]) -> list[_Place]:
+    with _explained(pair, entry[0], arrays):
+        if entry[0].read_only:
+            raise ValueError("the entry ends with .unsaved()")
+        return list(_places(entry, pair.shape))
+
+
+def _orientations(pair: LoraPair, place: _Place) -> set[bool]:
+    """Whether tensors are flipped, as far as the axes of factors say it."""
+    misplaced = {flipped: min(len(place.misplaced(axes, flipped)) for axes in pair.axes) for flipped in (False, True)}
+    return {flipped for flipped, count in misplaced.items() if count == min(misplaced.values())}
+
+
+def _products(
+    pair: LoraPair, places: Sequence[_Place], flipped: bool, a: LazyTensor, b: LazyTensor
+) -> Iterator[tuple[str, LowRank]]:
+    """What a pair adds to the tensors of its base, by name. There may be several products for a tensor."""
+    for place in places:
+        axes = min(pair.axes, key=lambda axes: len(place.misplaced(axes, flipped)))
         # Axes of the other side are taken apart: a product for each index.
         loose = place.misplaced(axes, flipped)
         for index in itertools.product(*(range(pair.shape[axis]) for axis in loose)):
@@ -273,14 +361,17 @@ def pair_products(
 
 def _matrix(factor: LazyTensor, axes: Axes, side: _Side, fixed: _Fixed) -> LazyTensor:
     """A factor as a matrix `(rows of a side, rank)`, at fixed indices."""
-    own = [axis for axis in axes if axis in side.steps and axis not in fixed]
-    order = sorted(own, key=lambda axis: -side.steps[axis])
-    extents = [factor.shape[axes.index(axis)] for axis in order]
-    if [side.steps[axis] for axis in order] != [math.prod(extents[n + 1 :]) for n in range(len(order))]:
+    own = [axis for axis in axes if axis in side.offsets and axis not in fixed]
+    others = [axis for axis in axes if axis not in (*own, RANK)]
+    parts = [part for axis in own for part in side.parts(axis)]
+    order = sorted(range(len(parts)), key=lambda number: -parts[number][1])
+    extents = [parts[number][0] for number in order]
+    if [parts[number][1] for number in order] != [math.prod(extents[n + 1 :]) for n in range(len(order))]:
         raise ValueError("the variable has rows or columns of its tensors that do not follow each other")
-    others = [axis for axis in axes if axis not in (*order, RANK)]
-    turned = factor[_box(axes, fixed)].transpose([axes.index(axis) for axis in (*others, *order, RANK)])
-    return turned.reshape(math.prod(extents), turned.shape[-1])
+    turned = factor[_box(axes, fixed)].transpose([axes.index(axis) for axis in (*others, *own, RANK)])
+    rank = turned.shape[-1]
+    split = turned.reshape(*(n for n, _ in parts), rank).transpose(*order, len(parts))
+    return split.reshape(math.prod(extents), rank)
 
 
 def _by_tensor(
@@ -300,14 +391,6 @@ def _by_tensor(
         axis, unit = (0, 1) if place.by_rows else (1, math.prod(place.shape[2:]))
         shape = (*place.shape[:axis], (hi - lo) // unit, *place.shape[axis + 1 :])
         yield name, LowRank(a, b, scale, flipped, shape)
-
-
-def sums_by_tensor(products: Sequence[tuple[str, LowRank]]) -> dict[str, LowRank]:
-    """Tensor → the sum of all products that are added to it."""
-    found: dict[str, list[LowRank]] = {}
-    for name, low in products:
-        found.setdefault(name, []).append(low)
-    return {name: _summed(each) for name, each in found.items()}
 
 
 def of_rank(low: LowRank, rank: int) -> tuple[LowRank, float]:

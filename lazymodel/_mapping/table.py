@@ -34,7 +34,7 @@ from lazymodel._mapping.entry import (
     write_entry,
 )
 from lazymodel._mapping.match import MappedCheckpoint, described, given_checkpoint, initial_value, refuse_adapter
-from lazymodel._mapping.pairs import LowRank, PairSource, pair_products, pair_values, sums_by_tensor
+from lazymodel._mapping.pairs import LowRank, PairSource, pair_products, pair_values
 from lazymodel._mapping.recorded import recorded
 from lazymodel._mapping.suggest import suggest
 from lazymodel._show.text import LISTED, closest, first_lines, fold, grouped_names, listed, unnumbered
@@ -314,7 +314,7 @@ class WeightMap:
         Raises:
             LazyModelError: A pair's base has no entry or several, or the pair cannot be written; names it.
         """
-        products: list[tuple[str, LowRank]] = []
+        found: list[tuple[LoraPair, tuple[From, Captures]]] = []
         for pair in pairs:
             entries = [(source, captures) for _, source, captures in self._find(pair.base) if source is not None]
             if len(entries) != 1:
@@ -322,15 +322,8 @@ class WeightMap:
                 raise LazyModelError(
                     f"{pair.base!r}, to which {pair.a!r} and {pair.b!r} belong, has {what} in the table; give it one"
                 )
-            try:
-                products += pair_products(pair, entries[0], arrays[pair.a], arrays[pair.b])
-            except ValueError as error:
-                shapes = f"{pair.a!r} {list(arrays[pair.a].shape)}, {pair.b!r} {list(arrays[pair.b].shape)}"
-                raise LazyModelError(
-                    f"LoRA pair {shapes} cannot be written as an adapter of {entries[0][0]}: {error}; save the merged "
-                    "model instead"
-                ) from error
-        return sums_by_tensor(products)
+            found.append((pair, entries[0]))
+        return pair_products(found, arrays)
 
     def tensor_names(self, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
         """The names of the tensors that variables of these shapes are made of, as far as the table has entries."""

@@ -507,14 +507,9 @@ CONFIGURATIONS: dict[str, tuple[Callable[[], Any], str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_merged_values_are_those_of_peft(name: str, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    from safetensors.torch import save_file as save_torch
-
+def tuned_by_peft(name: str, folder: Path) -> tuple[Any, dict[str, Any]]:
+    """An adapter that PEFT saves to a folder, with random numbers: its model, and the base's tensors."""
+    peft, torch, _ = (pytest.importorskip(package) for package in ("peft", "torch", "transformers"))
     torch.manual_seed(0)
     build, dtype, options = CONFIGURATIONS[name]
     base = build().to(getattr(torch, dtype))
@@ -527,7 +522,16 @@ def test_merged_values_are_those_of_peft(name: str, tmp_path: Path) -> None:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.copy_(torch.randn_like(parameter.float()) * 0.2 + 0.1)
-    model.save_pretrained(tmp_path / "adapter")
+    model.save_pretrained(folder)
+    return model, before
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_merged_values_are_those_of_peft(name: str, tmp_path: Path) -> None:
+    model, before = tuned_by_peft(name, tmp_path / "adapter")
+    from safetensors.torch import save_file as save_torch
+
     save_torch(before, tmp_path / "base.safetensors")
     expected = model.merge_and_unload().state_dict()
     adapter = lm.open_adapter(tmp_path / "adapter")
@@ -536,5 +540,35 @@ def test_merged_values_are_those_of_peft(name: str, tmp_path: Path) -> None:
         for key, tensor in merged.items():
             values = expected[key].float().numpy().astype(tensor.dtype)
             near(tensor, values)
-            changed += not torch.equal(before[key], expected[key])
+            changed += not before[key].equal(expected[key])
     assert changed >= len(adapter.targets)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name",
+    ["all linear", "rslora", "patterns", "layers", "embeddings", "head", "gpt2", "gpt2 unstated", "convolutions"],
+)
+def test_pairs_that_a_model_had_are_loaded_by_peft(name: str, tmp_path: Path) -> None:
+    model, before = tuned_by_peft(name, tmp_path / "theirs")
+    import peft
+
+    weights = {key: value.float().numpy() for key, value in before.items()}
+    adapter = lm.open_adapter(tmp_path / "theirs")
+    tree = dict(weights)
+    for module, rank in adapter.ranks.items():
+        of = f"{module}.weight"
+        first = "Conv1D" in type(model.base_model.model.get_submodule(module).base_layer).__name__ or "embed" in module
+        outs = tree[of].shape[-1] if first else tree[of].shape[0]
+        ins = tree[of].shape[:-1] if first else tree[of].shape[1:]
+        tree |= {f"{of}_lora_a": np.zeros((*ins, rank), "float32"), f"{of}_lora_b": np.zeros((rank, outs), "float32")}
+    abstract = lm.build_abstract(lambda: {path: jnp.asarray(array) for path, array in tree.items()})
+    table = lm.WeightMap({path: path for path in weights})
+    ours = abstract.materialize(table.adapters(weights, adapter, abstract, scale=1.0))
+    lm.save_adapter(ours, tmp_path / "ours", scale=1.0)
+    base = CONFIGURATIONS[name][0]()
+    base.load_state_dict(before)
+    found = peft.PeftModel.from_pretrained(base, tmp_path / "ours").merge_and_unload().state_dict()
+    expected = model.float().merge_and_unload().state_dict()
+    for key, values in expected.items():
+        np.testing.assert_allclose(found[key].numpy(), values.numpy(), rtol=1e-5, atol=1e-5)

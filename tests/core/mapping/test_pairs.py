@@ -98,6 +98,16 @@ CASES: dict[str, tuple[dict[str, tuple[int, int]], list[str], lm.From, Shapes, s
         {"w": (LAYERS, HEADS, DIM, MODEL), "w_lora_a": (LAYERS, HEADS * DIM, RANK),
          "w_lora_b": (LAYERS, RANK, MODEL)}, "lir,lrm->lim",
     ),
+    "halves of heads interleaved": (
+        {"q": (HEADS * DIM, MODEL)}, ["q"],
+        lm.From("q.weight").rearrange("(h two d) m -> m h (d two)", two=2, d=DIM // 2),
+        {"w": (MODEL, HEADS, DIM), "w_lora_a": (MODEL, RANK), "w_lora_b": (RANK, HEADS, DIM)}, "mr,rhd->mhd",
+    ),
+    "halves of inputs interleaved": (
+        OUT, [*OUT], lm.From("l.{i}.o.weight").rearrange("m (two d) -> (d two) m", two=2).stack("i"),
+        {"w": (LAYERS, HEADS * DIM, MODEL), "w_lora_a": (LAYERS, HEADS * DIM, RANK),
+         "w_lora_b": (LAYERS, RANK, MODEL)}, "lir,lrm->lim",
+    ),
     "joined, one adapted": (
         {"k": (MODEL, 24), "v": (8, 24)}, ["v"], lm.From("k.weight", "v.weight", sizes=[MODEL, 8]).T,
         {"w": (24, MODEL + 8), "w_lora_a": (24, RANK), "w_lora_b": (RANK, MODEL + 8)}, "ir,ro->io",

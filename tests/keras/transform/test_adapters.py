@@ -137,9 +137,7 @@ def test_an_adapter_is_kept_where_pairs_have_its_form(folders: dict[str, Path], 
 
     lora = abstract.lora(2)
     lm.save_adapter(trained(lora.materialize()), tmp_path / "heads", mapping=table)
-    with pytest.raises(
-        lm.CheckpointError, match=r"layer_0/self_attention/query/lora_kernel_a.*or merge it instead: lm\.merge"
-    ):
+    with pytest.raises(lm.CheckpointError, match=r"layer_0/\S*/query/lora_kernel_a.*merge it instead: lm\.merge"):
         table.adapters(checkpoint, lm.open_adapter(tmp_path / "heads"), lora)
 
 
