@@ -297,6 +297,9 @@ class ModelSpec(Mapping[str, AbstractVariable]):
         except KeyError:
             raise KeyError(f"{path!r} is not a variable of {self.name}{closest(str(path), self.variables)}") from None
 
+    def __contains__(self, path: object) -> bool:
+        return path in self.variables  # without the closest names that an error would have
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.variables)
 

@@ -48,7 +48,8 @@ def refuse_adapter(names: Iterable[str], what: str) -> None:
         raise CheckpointError(
             f"{what} has {len(found)} tensors of a LoRA adapter: {listed(map(repr, found))}. They add to a weight "
             "lora_alpha / r times their product, and neither number is among the tensors. Merge the adapter into the "
-            "base model's checkpoint first: lm.merge(checkpoint, lm.open_adapter(folder))"
+            "base model's checkpoint first: lm.merge(checkpoint, lm.open_adapter(folder)); or keep its pairs, if the "
+            "model has some: WeightMap.adapters"
         )
 
 

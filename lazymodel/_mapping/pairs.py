@@ -120,7 +120,7 @@ class _Place:
 def _sides(source: From, shape: _Shape, axes: Sequence[int]) -> tuple[_Shape, _Side, _Side, float]:
     """What a variable whose axes have these numbers is made of: the tensors' shape, rows, columns, and factor."""
     view, whole = variable_of(source, shape, lambda shape: LazyTensor(_Indices(shape)))
-    if len(whole) < 2 or 0 in shape:
+    if len(whole) < 2:
         raise ValueError(f"{source.names[0]!r}, {list(whole)}, is no matrix")
     ones, _ = variable_of(source, shape, lambda shape: lazy(np.broadcast_to(np.ones(()), shape)))
     factor = float(ones[(0,) * ones.ndim])
@@ -146,6 +146,8 @@ def _places(entry: tuple[From, Captures], shape: _Shape, tensors: Mapping[str, A
 
     `tensors` give the sizes of joined tensors if the entry does not.
     """
+    if 0 in shape:
+        raise ValueError(f"the variable, {list(shape)}, is empty")
     found: tuple[_Shape, _Side, _Side, float] | None = None  # the same for all layers
     for fixed, source, captures in unstacked(*entry, shape):
         if found is None:

@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
@@ -233,3 +234,44 @@ def test_pairs_of_einsums_have_the_heads_of_their_kernels(tmp_path: Path) -> Non
     again = lm.merge(base, lm.open_adapter(tmp_path / "b"))
     for name, tensor in lm.merge(base, adapter).items():
         near(tensor, again[name])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_quantized_bases_linen_and_trained_models(tmp_path: Path) -> None:
+    qwix, x = pytest.importorskip("qwix"), jnp.ones((1, HIDDEN))
+    # The base of Qwix' QLoRA is quantized; its pairs are written all the same.
+    provider = qwix.LoraProvider(module_path=".*", rank=4, alpha=6.0, weight_qtype="int8")
+    model = qwix.apply_lora_to_model(plain(HIDDEN, 64, rngs=nnx.Rngs(0)), provider, x, rngs=nnx.Rngs(1))
+    lm.save_adapter(model, tmp_path / "a", mapping=lm.WeightMap({"kernel": lm.From("up.weight").T}))
+    adapter = lm.open_adapter(tmp_path / "a")
+    assert (adapter.ranks, adapter.scales) == ({"up": 4}, {"up": 1.5})
+    np.testing.assert_array_equal(adapter.source["base_model.model.up.lora_A.weight"], model.kernel_lora_a[...].T)
+    # Variables of Linen do not know the factor of their layers.
+    dense = qwix.apply_lora_to_model(linen.Dense(64, use_bias=False), qwix.LoraProvider(rank=4, alpha=6.0))
+    abstract = lm.build_abstract(dense, jax.random.key(0), x)
+    base = {"up.weight": np.ones((64, HIDDEN), "float32")}
+    weights = lm.WeightMap({"params/kernel": lm.From("up.weight").T})
+    with pytest.raises(lm.LazyModelError, match="pass scale="):
+        weights.adapters(base, adapter, abstract)
+    variables = abstract.materialize(weights.adapters(base, adapter, abstract, scale=1.5))
+    np.testing.assert_array_equal(variables["params"]["kernel_lora_a"], model.kernel_lora_a[...])
+    lm.save_adapter(variables, tmp_path / "b", mapping=weights, scale=1.5)
+    assert lm.open_adapter(tmp_path / "b").scales == {"up": 1.5}
+
+
+def test_a_model_with_its_optimizer_and_an_abstract_one(tmp_path: Path) -> None:
+    weights = lm.WeightMap({"kernel": lm.From("up.weight").T})
+    abstract = lm.build_abstract(with_lora, HIDDEN, 64, rngs=nnx.Rngs(0)).with_optimizer(optax.adam(1e-3))
+    lm.save_adapter(abstract, tmp_path / "initial", mapping=weights)
+    initial = lm.open_adapter(tmp_path / "initial")
+    assert initial.scales == {"up": 1.0} and not np.any(initial.source["base_model.model.up.lora_B.weight"])
+    base = {"up.weight": np.ones((64, HIDDEN), "float32")}
+    pairs = weights.adapters(base, initial, abstract)
+    trained = abstract.materialize(pairs, initialize="missing")
+    module, optimizer = trained
+    gradients = nnx.grad(lambda module: jnp.sum(module(jnp.ones((2, HIDDEN)))))(module)
+    optimizer.update(module, gradients)
+    lm.save_adapter(trained, tmp_path / "trained", mapping=weights)
+    found = lm.open_adapter(tmp_path / "trained").source["base_model.model.up.lora_B.weight"]
+    np.testing.assert_array_equal(found, module.lora.lora_b[...].T)
+    assert np.any(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
@@ -268,6 +271,59 @@ def test_what_replaces_tensors_of_the_base_and_biases_become_values_of_it(tmp_pa
     np.testing.assert_array_equal(model["head"], tensors["base_model.model.head.weight"])
     near(model["bias"], base["q.bias"] + 2.0 * tensors["base_model.model.q.lora_B.bias"])
     np.testing.assert_array_equal(model["w"], base["q.weight"].T)
+
+
+SIZES = {"a": 2, "b": 3, "c": 2, "d": 4, "e": 3}  # outputs are a, b and c, inputs are d and e
+
+
+@st.composite
+def groupings(draw: Any) -> list[list[str]]:
+    """The axes of a kernel: each is some of the outputs or some of the inputs, in any order."""
+    kernel: list[list[str]] = []
+    for side in ("abc", "de"):
+        names = draw(st.permutations(list(side)))
+        cuts = draw(st.sets(st.integers(1, len(names) - 1)))
+        kernel += [list(part) for part in np.split(np.array(names), sorted(cuts))]
+    return draw(st.permutations(kernel))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(kernel=groupings(), layers=st.integers(0, 2), axis=st.integers(0, 5), data=st.data())
+def test_any_order_of_axes(
+    kernel: list[list[str]], layers: int, axis: int, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder, axis = tmp_path_factory.mktemp("adapter"), axis % (len(kernel) + 1)
+    entry = lm.From("l.{i}.weight" if layers else "l.0.weight")
+    after = " ".join("(" + " ".join(group) + ")" for group in kernel)
+    entry = entry.rearrange(f"(a b c) (d e) -> {after}", **SIZES)
+    entry = entry.stack("i", axis) if layers else entry
+    shape = [math.prod(SIZES[name] for name in group) for group in kernel]
+    inputs = [extent for extent, group in zip(shape, kernel, strict=True) if group[0] in "de"]
+    outputs = [extent for extent, group in zip(shape, kernel, strict=True) if group[0] in "abc"]
+    if data.draw(st.booleans()):  # as `dot_general` has them
+        inputs, outputs = [math.prod(inputs)], [math.prod(outputs)]
+    stack = [layers] if layers else []
+    shapes: Shapes = {
+        "w": (*shape[:axis], *stack, *shape[axis:]),
+        "w_lora_a": (*stack, *inputs, RANK),
+        "w_lora_b": (*stack, RANK, *outputs),
+    }
+    adapter = write(folder / "a", {f"l.{i}": (12, 12) for i in range(layers or 1)})
+    base = {f"l.{i}.weight": random(12, 12) for i in range(layers or 1)}
+    table, abstract = lm.WeightMap({"w": entry}), build(shapes)
+    found = {path: np.asarray(tensor) for path, tensor in table.adapters(base, adapter, abstract, scale=2.0).items()}
+    lm.save_adapter(found, folder / "b", mapping=table, scale=2.0)
+    merged, again = lm.merge(base, adapter), lm.merge(base, lm.open_adapter(folder / "b"))
+    for name, tensor in merged.items():
+        near(again[name], tensor)
+    # The product of the factors, with its axes in the kernel's order: batch, inputs, outputs.
+    a, b = found["w_lora_a"].reshape(layers or 1, -1, RANK), found["w_lora_b"].reshape(layers or 1, RANK, -1)
+    product = a @ b
+    order = [n for side in ("de", "abc") for n, group in enumerate(kernel) if group[0] in side]
+    product = product.reshape(layers or 1, *(shape[n] for n in order)).transpose(0, *(1 + np.argsort(order)))
+    product = np.moveaxis(product, 0, axis) if layers else product[0]
+    expected = lm.map_checkpoint(merged, lm.WeightMap({"w": entry}), build({"w": shapes["w"]}))["w"]
+    near(found["w"] + 2.0 * product, expected)
 
 
 # Files
