@@ -16,46 +16,69 @@ from lazymodel._mapping.entry import From
 from lazymodel._tensors.lazy import ConcatenatedTensor, LazyTensor
 
 
-def recorded(values: Mapping[str, Any]) -> tuple[dict[str, From | None], list[str]]:
-    """The entry of each value, None for values that are of no file, and the paths of those that no entry can make."""
+def recorded(values: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> tuple[dict[str, From | None], list[str]]:
+    """The entry of each value, None for values that are of no file, and the paths of those that no entry can make.
+
+    `tensors` are those of the checkpoint; decoded ones may be views.
+    """
     entries: dict[str, From | None] = {}
     left: list[str] = []
-    parts = _Parts(value for value in values.values() if isinstance(value, LazyTensor))
+    parts = _Parts([value for value in values.values() if isinstance(value, LazyTensor)], tensors)
     written = set[str]()
     for path, value in values.items():
         if not isinstance(value, LazyTensor) or not value.file:
             entries[path] = None
-        elif set(path + value.name) & set("{}") or (entry := _entry(value, parts)) is None:
+        elif not parts.is_named(value) or set(path) & set("{}") or (entry := _entry(value, parts)) is None:
             left.append(path)
         else:
-            entries[path] = entry.unsaved() if repr(entry) in written or value.name in written else entry
-            written |= {repr(entry)} if ".part" in repr(entry) else {value.name}
+            place = repr(entry) if ".part" in repr(entry) else entry.names[0]
+            entries[path] = entry.unsaved() if place in written else entry
+            written.add(place)
     return entries, left
 
 
 class _Parts:
     """Along which axis tensors are cut, and where: (tensor, axis) → the ranges that values are of."""
 
-    def __init__(self, values: Iterable[LazyTensor]) -> None:
+    def __init__(self, values: Iterable[LazyTensor], tensors: Mapping[str, LazyTensor]) -> None:
+        # A decoded tensor may be a view of a source that has the name of a part.
+        self._tensors = {_identity(tensor): (name, tensor) for name, tensor in tensors.items()}
         self._ranges: dict[tuple[str, int], set[tuple[int, int]]] = {}
+        self._places: dict[str, set[tuple[str, int]]] = {}
         for value in map(_stored, values):
+            name, _ = self.tensor(value)
+            self._places.setdefault(name, set()).add((value.file, value.source.offset))
             for axis, start, stop in _cuts(value):
-                self._ranges.setdefault((value.name, axis), set()).add((start, stop))
+                self._ranges.setdefault((name, axis), set()).add((start, stop))
+
+    def tensor(self, value: LazyTensor) -> tuple[str, LazyTensor]:
+        """The tensor of which a value is, with its name in the checkpoint."""
+        return self._tensors.get(_identity(value), (value.name, LazyTensor(value.source)))
+
+    def is_named(self, value: LazyTensor) -> bool:
+        """Returns True if the name of a value's tensor is that of no other, in another file, and no pattern."""
+        name, _ = self.tensor(_stored(value))
+        return len(self._places[name]) == 1 and not set(name) & set("{}")
 
     def of(self, value: LazyTensor) -> tuple[From, LazyTensor] | None:
         """The part of its tensor that a value consists of; None if parts of other values do not make up the rest."""
-        whole = LazyTensor(value.source)
+        name, whole = self.tensor(value)
         if value.size == whole.size:
-            return From(value.name), whole
+            return From(name), whole
         for axis, start, stop in _cuts(value):
-            ranges = sorted(self._ranges[value.name, axis])
+            ranges = sorted(self._ranges[name, axis])
             ends = [0, *(end for _, end in ranges)]
             if [begin for begin, _ in ranges] == ends[:-1] and ends[-1] == whole.shape[axis]:
                 sizes = [end - begin for begin, end in ranges]
                 of = len(sizes) if len(set(sizes)) == 1 else sizes
                 taken = whole[(*(slice(None),) * axis, slice(start, stop))]
-                return From(value.name).part(ranges.index((start, stop)), of, axis), taken
+                return From(name).part(ranges.index((start, stop)), of, axis), taken
         return None
+
+
+def _identity(value: LazyTensor) -> tuple[Any, ...]:
+    source = value.source
+    return source.name, source.file, source.offset, source.shape
 
 
 def _stored(value: LazyTensor) -> LazyTensor:
@@ -108,7 +131,8 @@ def _rearranged(source: From, whole: LazyTensor, value: LazyTensor) -> From | No
         if any(stop % start for start, stop in spans):
             return None
         before.append([names.setdefault(span, f"axis{len(names)}") for span in spans if span[0] < span[1]])
-    after = [[name for (low, high), name in names.items() if start <= low and high <= stop] for start, stop in own]
+    spans = sorted(names, reverse=True)
+    after = [[names[low, high] for low, high in spans if start <= low and high <= stop] for start, stop in own]
     order = [name for group in after for name in group]
     if sorted(order) != sorted(names.values()):
         return None

@@ -187,7 +187,7 @@ class WeightMap:
         Raises:
             LazyModelError: It is not one, or it loads no variables.
         """
-        entries, left = recorded(_abstract(abstract).sources)
+        entries, left = recorded(_abstract(abstract).sources, _abstract(abstract).framework.tensors())
         if not any(entries.values()):
             raise LazyModelError(
                 f"{_abstract(abstract).name} loads no variables by itself; lm.WeightMap.suggest(checkpoint, abstract) "

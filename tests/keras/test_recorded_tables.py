@@ -119,3 +119,13 @@ def test_what_no_entry_makes(tmp_path: Path) -> None:
         lm.WeightMap.recorded(assigned(np.ones(3)))
     with pytest.raises(lm.LazyModelError, match="a table is for an abstract model"):
         lm.WeightMap.recorded({})
+
+
+def test_tensors_of_one_name_in_two_files(tmp_path: Path) -> None:
+    for name in "ab":
+        tensors = {"t": np.full((2, 3), ord(name), "float32"), name: np.ones(2, "float32")}
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+    files = [lm.open_checkpoint(tmp_path / f"{name}.safetensors") for name in "ab"]
+    table = lm.WeightMap.recorded(assigned(*(file["t"] for file in files), files[0]["a"]))
+    assert str(table).endswith("# No entry makes:\n#   layer/v0\n#   layer/v1")
+    assert '"layer/v2": "a"' in str(table)

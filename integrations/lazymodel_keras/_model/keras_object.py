@@ -19,6 +19,7 @@ import itertools
 import math
 import os
 import time
+from collections import ChainMap
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -328,6 +329,9 @@ class KerasModel(Framework):
     def lora(self, model: Any, rank: int, targets: str | None) -> AbstractModel[Any]:
         check_lora(rank, targets)
         return self._changed(model, "lora", lambda built: add_lora(built, rank, targets))
+
+    def tensors(self) -> Mapping[str, Any]:
+        return ChainMap(*(file.tensors for file in self.recording.files.values()))
 
     def lora_pairs(self, variables: Mapping[str, AbstractVariable]) -> list[LoraPair]:
         own = self.unfilled().variables
