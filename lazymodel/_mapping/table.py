@@ -278,11 +278,13 @@ class WeightMap:
         """
         if not callable(getattr(cast(Any, adapter), "fit", None)):
             raise CheckpointError(f"expected an adapter, found {adapter!r}; open one: lm.open_adapter(folder)")
-        base, added = adapter.fit(given_checkpoint(checkpoint))
-        found = map_checkpoint(base, self, abstract)
-        pairs = with_scale(abstract.framework.lora_pairs(abstract), scale)
+        pairs = with_scale(_abstract(abstract).framework.lora_pairs(abstract), scale)
         if not pairs:
             raise LazyModelError(f"{abstract.name} has no LoRA pairs; build it with them, or merge: {_MERGE}")
+        base, added = adapter.fit(given_checkpoint(checkpoint))
+        own = {path for pair in pairs for path in (pair.a, pair.b)}
+        others = {path: variable for path, variable in abstract.items() if path not in own}
+        found = map_checkpoint(base, self, abstract.with_variables(others))
         taken: set[str] = set()
         for pair in pairs:
             entries = [(source, captures) for _, source, captures in self._find(pair.base) if source is not None]

@@ -247,6 +247,11 @@ def test_names_of_hugging_face_need_no_table(tmp_path: Path) -> None:
     assert set(adapter.scales.values()) == {2.0}
     # `other.q` is not adapted, so `q` alone would be too many.
     assert adapter.config["target_modules"] == ["model.layers.0.q", "model.layers.1.q", "v"]
+    abstract = lm.build_abstract(lambda: jax.tree.map(jnp.zeros_like, tree))
+    weights = {f"{name}.weight": each["weight"] for name, each in tree.items()}
+    table = lm.WeightMap({"{module...}/weight": "{module}.weight"})  # whose pattern has the factors' paths, too
+    model = abstract.materialize(table.adapters(weights, adapter, abstract, scale=2.0))
+    assert jax.tree.all(jax.tree.map(np.array_equal, model, tree))
     stored = lm.open_checkpoint(tmp_path / "a" / "adapter_model.safetensors")
     assert stored.metadata["format"] == "pt"
     expected = tree["model.layers.1.v"]
