@@ -94,7 +94,7 @@ def _merge(layer: Any) -> None:
         shardings = lora_shardings(kernel.sharding, kernel.shape, a.shape[-1])
         pair = (_beside(kernel, each.value, place) for each, place in zip((a, b), shardings, strict=True))
         add = jax.jit(_added, donate_argnums=0, out_shardings=kernel.sharding)
-        replace(weight, add(kernel, *pair, jnp.float32(layer.lora_alpha / layer.lora_rank)))
+        replace(weight, add(kernel, *pair, np.float32(layer.lora_alpha / layer.lora_rank)))
     else:
         for variable, value in _upstream.requantized(layer):
             array = np.asarray(value).astype(variable.value.dtype)
