@@ -41,9 +41,11 @@ def merge_lora(model: Any) -> None:
             unchanged.
 
     Example:
-        >>> lk.merge_lora(model)
-        >>> [variable.shape for variable in model.variables if "lora" in variable.path]
-        []
+        >>> tuned = make_model()
+        >>> lk.enable_lora(tuned, 4, ".*/kernel")  # then train it
+        >>> lk.merge_lora(tuned)
+        >>> [variable.name for variable in tuned.weights]
+        ['kernel', 'bias']
     """
     if not isinstance(model, keras.layers.Layer):
         raise LazyModelError(
