@@ -30,6 +30,7 @@ from lazymodel_keras._adapter import adapter
 from lazymodel_keras._build import enable_lora
 from lazymodel_keras._model.keras_object import distribution
 from lazymodel_keras._model.lora import merge_lora
+from lazymodel_keras._tensorflow import leave_out_tensorflow
 from lazymodel_keras._train.callbacks import TrainingCheckpoint, TrainingState, training_state
 from lazymodel_keras._train.restore import restore
 from lazymodel_keras._train.saving import save_preset, streamed_saving
@@ -44,6 +45,7 @@ __all__ = [
     "distribution",
     "enable_lora",
     "from_preset",
+    "leave_out_tensorflow",
     "load_model",
     "merge_lora",
     "restore",

@@ -47,6 +47,9 @@ _GLOBAL_SEED = "global_seed_generator"  # created on the first draw, and not a p
 _NAME_COUNTERS = "object_name_uids"  # counters of automatic names: dense, dense_1, …
 _SCOPE = "stateless_scope"
 
+# Keras' lazy import of TensorFlow, which it asks for `executing_eagerly` if the package is in `sys.modules`.
+TENSORFLOW = importlib.import_module("keras.src.utils.module_utils").tensorflow
+
 # The module in which Keras looks up `convert_to_numpy`, which copies every value whole before it is saved.
 BACKEND = importlib.import_module("keras.src.backend")
 

@@ -211,7 +211,8 @@ def path_text(path: Sequence[Any]) -> str:
     parts: list[str] = []
     for key in path:
         names = (getattr(key, attribute) for attribute in ("key", "idx", "name") if hasattr(key, attribute))
-        parts.append(str(next(names, key)))
+        name = next(names, key)
+        parts += map(str, cast("tuple[Any, ...]", name) if type(name) is tuple else (name,))  # of a flattened dict
     return "/".join(parts) or "value"
 
 

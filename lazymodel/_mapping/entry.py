@@ -1,21 +1,22 @@
 # pyright: reportPrivateUsage=false
 # `From` is for users: its private parts are only read by the classes below.
-"""Sources of variables: `From`, the steps of an entry of a `WeightMap`, each with its inverse.
+"""Sources of variables: `From`, the entries of a `WeightMap`, read and written.
 
-Every step can be undone from the variable's shape alone, so the inverse direction is automatic. Values are
-`LazyTensor`s in both directions, so nothing here reads or holds one.
+Most steps can be undone from the variable's shape alone, so the inverse direction is automatic; `pad` and `slice` need
+the tensor's extent. Values are `LazyTensor`s in both directions, so nothing here reads or holds one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn, TypeAlias, cast
+from typing import Any, NoReturn, cast
 
 import jax
 import numpy as np
@@ -23,144 +24,27 @@ import numpy as np
 from lazymodel._abstract.variable import Captures, Template
 from lazymodel._errors import CheckpointError, LazyModelError
 from lazymodel._mapping.match import described
+from lazymodel._mapping.steps import (
+    AnyStep,
+    Part,
+    Range,
+    Rearrange,
+    Shape,
+    Stack,
+    Step,
+    Take,
+    along,
+    axis_number,
+    over,
+    repeated,
+    times,
+    unrepeated,
+    untransposed,
+)
 from lazymodel._show.text import closest
 from lazymodel._tensors.lazy import LazyTensor, lazy
 
-_Groups: TypeAlias = "tuple[tuple[str, ...], ...]"
-_Shape: TypeAlias = "tuple[int, ...]"
-_Extents: TypeAlias = "list[tuple[int, tuple[str, ...]]]"  # the extent of each group
-
-# Steps ----------------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """A step with a function and its inverse; steps with equal text are equal."""
-
-    text: str
-    apply: Callable[[Any], Any] = dataclasses.field(compare=False)
-    undo: Callable[[Any], Any] = dataclasses.field(compare=False)
-
-    def __str__(self) -> str:
-        return self.text
-
-
-def _untransposed(axes: tuple[int, ...], values: Any) -> Any:
-    if len(axes) != values.ndim:
-        raise ValueError(f"transpose{axes} does not give {values.ndim} dimensions")
-    return np.transpose(values, np.argsort([axis % len(axes) for axis in axes]))
-
-
-def _times(factor: float, values: Any) -> Any:
-    return values * factor
-
-
-def _over(factor: float, values: Any) -> Any:
-    return values / factor
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rearrange:
-    """Axes split, reordered and merged by name."""
-
-    pattern: str
-    before: _Groups
-    after: _Groups
-    sizes: tuple[tuple[str, int], ...]  # given sizes
-
-    def apply(self, values: Any, shape: _Shape | None = None) -> Any:
-        """The result; `shape` is its expected shape, which may determine how an axis is split."""
-        target = [] if shape is None or len(shape) != len(self.after) else list(zip(shape, self.after, strict=True))
-        return self._turned(values, self.before, self.after, target)
-
-    def undo(self, values: Any) -> Any:
-        return self._turned(values, self.after, self.before, [])
-
-    def _turned(self, values: Any, before: _Groups, after: _Groups, expected: _Extents) -> Any:
-        sizes = self._solved(values.shape, before, expected)
-        source, target = sum(before, ()), sum(after, ())
-        values = np.reshape(values, tuple(sizes[name] for name in source))
-        values = np.transpose(values, [source.index(name) for name in target])
-        return np.reshape(values, tuple(math.prod(sizes[name] for name in group) for group in after))
-
-    def _solved(self, shape: _Shape, groups: _Groups, expected: _Extents) -> dict[str, int]:
-        """The size of every named axis: given, implied by the shape, or implied by the expected result."""
-        if len(shape) != len(groups):
-            raise ValueError(f"rearrange {self.pattern!r} needs {len(groups)} dimensions, found {list(shape)}")
-        sizes, own = dict(self.sizes), list(zip(shape, groups, strict=True))
-        while (found := _one_unknown(own, sizes) or _one_unknown(expected, sizes)) is not None:
-            sizes.update([found])
-        for extent, group in own:
-            known = {name: sizes[name] for name in group if name in sizes}
-            if len(known) < len(group) or math.prod(known.values()) != extent:
-                raise ValueError(
-                    f"rearrange {self.pattern!r} needs the sizes of all but one of {', '.join(group)}, which make the "
-                    f"{extent} of {list(shape)}; known are {known}"
-                )
-        return sizes
-
-    def __str__(self) -> str:
-        return f".rearrange({self.pattern!r}{''.join(f', {name}={size}' for name, size in self.sizes)})"
-
-
-def _one_unknown(groups: _Extents, sizes: Mapping[str, int]) -> tuple[str, int] | None:
-    """An axis whose size is determined by the others of its group."""
-    for extent, group in groups:
-        unknown = [name for name in group if name not in sizes]
-        known = math.prod(sizes[name] for name in group if name in sizes)
-        if len(unknown) == 1 and known and extent % known == 0:
-            return unknown[0], extent // known
-    return None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    index: int
-    of: int | tuple[int, ...]
-    axis: int
-
-    @property
-    def count(self) -> int:
-        return self.of if isinstance(self.of, int) else len(self.of)
-
-    def apply(self, values: Any) -> Any:
-        axis = _axis(self.axis, values.ndim)
-        extent = values.shape[axis]
-        of = (extent // self.of,) * self.of if isinstance(self.of, int) else self.of
-        if sum(of) != extent:
-            parts = f"{self.of} equal parts" if isinstance(self.of, int) else f"the {sum(of)} of parts {of}"
-            raise ValueError(f"{extent} of {list(values.shape)}, axis {self.axis}, are not {parts}")
-        start = sum(of[: self.index])
-        return values[(*(slice(None),) * axis, slice(start, start + of[self.index]))]
-
-    def join(self, parts: Sequence[Any]) -> Any:
-        """The whole tensor, from all of its parts."""
-        extents = [part.shape[_axis(self.axis, part.ndim)] for part in parts]
-        expected = [extents[0]] * len(parts) if isinstance(self.of, int) else list(self.of)
-        if extents != expected:
-            raise ValueError(f"parts have extents {extents} along axis {self.axis}, expected {expected}")
-        return np.concatenate(parts, self.axis)
-
-    def __str__(self) -> str:
-        return f".part({self.index}, of={self.of}, axis={self.axis})"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Stack:
-    capture: str
-    axis: int
-
-    def __str__(self) -> str:
-        return f".stack({self.capture!r}" + (f", axis={self.axis})" if self.axis else ")")
-
-
-_AnyStep: TypeAlias = "_Step | _Rearrange | _Part | _Stack"
-
-
-def _axis(axis: int, ndim: int) -> int:
-    if not -ndim <= axis < ndim:
-        raise ValueError(f"there is no axis {axis} in {ndim} dimensions")
-    return axis % ndim
+# Sources --------------------------------------------------------------------------------------------------------------
 
 
 def _check_alike(tensors: Sequence[Any], shapes: Sequence[tuple[int, ...]], what: str) -> None:
@@ -199,10 +83,10 @@ class From:
         self._templates = tuple(Template(name) for name in names)
         self._axis = axis
         self._sizes = None if sizes is None else tuple(sizes)
-        self._steps: tuple[_AnyStep, ...] = ()
+        self._steps: tuple[AnyStep, ...] = ()
         self.read_only = False
 
-    def _then(self, *steps: _AnyStep, read_only: bool = False) -> From:
+    def _then(self, *steps: AnyStep, read_only: bool = False) -> From:
         other = copy.copy(self)
         other._steps, other.read_only = (*self._steps, *steps), read_only or self.read_only
         return other
@@ -215,13 +99,13 @@ class From:
     @property
     def T(self) -> From:
         """All dimensions reversed."""
-        return self._then(_Step(".T", np.transpose, np.transpose))
+        return self._then(Step(".T", np.transpose, np.transpose))
 
     def transpose(self, *axes: int) -> From:
         """As `ndarray.transpose`."""
         if sorted(axis % max(len(axes), 1) for axis in axes) != list(range(len(axes))):
             raise LazyModelError(f"transpose{axes} is no order of axes")
-        step = _Step(f".transpose{axes}", partial(np.transpose, axes=axes), partial(_untransposed, axes))
+        step = Step(f".transpose{axes}", partial(np.transpose, axes=axes), partial(untransposed, axes))
         return self._then(step) if axes else self.T
 
     def rearrange(self, pattern: str, **sizes: int) -> From:
@@ -245,13 +129,13 @@ class From:
             raise LazyModelError(f"rearrange {pattern!r}: every axis is named once on either side of the arrow")
         if unknown := set(sizes) - set(names):
             raise LazyModelError(f"rearrange {pattern!r} has no axis {sorted(unknown)[0]!r}")
-        return self._then(_Rearrange(pattern, before, after, tuple(sizes.items())))
+        return self._then(Rearrange(pattern, before, after, tuple(sizes.items())))
 
     def scale(self, factor: float) -> From:
         """Multiplies by a number; writing divides by it, which restores every bit if it is a power of two."""
         if not factor or not math.isfinite(factor):
             raise LazyModelError(f"scale takes a finite number that is not 0; got {factor!r}")
-        return self._then(_Step(f".scale({float(factor)})", partial(_times, factor), partial(_over, factor)))
+        return self._then(Step(f".scale({float(factor)})", partial(times, factor), partial(over, factor)))
 
     def part(self, index: int, of: int | Sequence[int], axis: int = 0) -> From:
         """One part of a fused tensor along an axis; other entries use the others.
@@ -265,7 +149,7 @@ class From:
             LazyModelError: There is no such part.
         """
         of = of if isinstance(of, int) else tuple(of)
-        step = _Part(index, of, axis)
+        step = Part(index, of, axis)
         if not 0 <= index < step.count:
             raise LazyModelError(f"part {index} of {step.count} does not exist: parts count from 0")
         return self._then(step)
@@ -274,7 +158,64 @@ class From:
         """Stacks tensors with the numbers 0, 1, … in place of a capture along a new axis, as in a scanned model."""
         if not any(capture in template.captures for template in self._templates):
             raise LazyModelError(f"stack({capture!r}): there is no {{{capture}}} in {', '.join(self.names)}")
-        return self._then(_Stack(capture, axis))
+        return self._then(Stack(capture, axis))
+
+    def take(self, capture: str, axis: int = 0) -> From:
+        """One layer of a stacked tensor, whose number is a capture of the entry's path: the inverse of `stack`.
+
+        Written, the layers 0, 1, … of all variables are stacked again.
+        """
+        if any(capture in template.captures for template in self._templates):
+            raise LazyModelError(
+                f"take({capture!r}): expected {{{capture}}} in the path alone, found it in {self.names}"
+            )
+        return self._then(Take(capture, axis))
+
+    def repeat(self, axis: int, count: int) -> From:
+        """Each element of an axis `count` times, next to each other as `np.repeat` has them, such as the key and value
+        heads that tensor parallelism copies. Split heads into an axis first, with `rearrange`.
+
+        Written, the first copy of each counts; the others are not compared with it, since nothing is read here.
+        """
+        if count < 1:
+            raise LazyModelError(f"repeat takes a count of at least 1; got {count}")
+        text = f".repeat({axis}, {count})"
+        return self._then(Step(text, partial(repeated, axis, count), partial(unrepeated, axis, count)))
+
+    def pad(self, axis: int, to: int, *, value: float = 0, of: int | None = None) -> From:
+        """Extends an axis at its end, such as a vocabulary to a multiple of the devices.
+
+        Args:
+            axis: The axis.
+            to: Its extent in the variable.
+            value: The value of new elements.
+            of: Its extent in the tensor. Only needed to write it again, without the padding.
+
+        Raises:
+            LazyModelError: `of` is not between 0 and `to`.
+        """
+        if not 0 <= (of or 0) <= to:
+            raise LazyModelError(f"pad takes an extent of= from 0 to {to}; got {of}")
+        padded = Range(axis, 0, of, to, value)
+        return self._then(Step(f".pad({axis}, {to}{_keywords(value, of)})", padded.fill, padded.cut))
+
+    def slice(self, axis: int, start: int, stop: int, *, value: float = 0, of: int | None = None) -> From:
+        """A range of an axis, such as a vocabulary without its padding. What is left out cannot be restored.
+
+        Args:
+            axis: The axis.
+            start: The first element.
+            stop: The element after the last.
+            value: What is written in place of elements that were left out.
+            of: The extent of the axis in the tensor. Only needed to write it again, filled up with `value`.
+
+        Raises:
+            LazyModelError: The range is empty, or not within `of`.
+        """
+        if not 0 <= start < stop <= (stop if of is None else of):
+            raise LazyModelError(f"slice takes 0 <= start < stop <= of; got {start}, {stop}, of={of}")
+        cut = Range(axis, start, stop, of, value)
+        return self._then(Step(f".slice({axis}, {start}, {stop}{_keywords(value, of)})", cut.cut, cut.fill))
 
     def unsaved(self) -> From:
         """The same, but not written in the inverse direction: for a tensor that another entry writes, such as a tied
@@ -287,6 +228,13 @@ class From:
         joined = f", axis={self._axis}" if len(self._templates) > 1 else ""
         joined += f", sizes={self._sizes}" if self._sizes is not None else ""
         return f"From({names}{joined}){''.join(map(str, self._steps))}" + (".unsaved()" if self.read_only else "")
+
+
+def _keywords(value: float, of: int | None) -> str:
+    """Arguments of `pad` and `slice` as Python."""
+    number = repr(value if isinstance(value, int) else float(value))
+    number = number if math.isfinite(value) else f"float({number!r})"
+    return (f", value={number}" if value else "") + ("" if of is None else f", of={of}")
 
 
 def _groups(pattern: str, side: str) -> tuple[tuple[str, ...], ...]:
@@ -303,7 +251,7 @@ def _groups(pattern: str, side: str) -> tuple[tuple[str, ...], ...]:
 
 def check_captures(source: From, path: Template) -> None:
     """Raises LazyModelError for a capture of the names that is neither in the entry's path nor stacked, or both."""
-    stacked = {step.capture for step in source._steps if isinstance(step, _Stack)}
+    stacked = {step.capture for step in source._steps if isinstance(step, Stack)}
     for name in source._templates:
         if unknown := set(name.captures) - set(path.captures) - stacked:
             capture = sorted(unknown)[0]
@@ -311,6 +259,12 @@ def check_captures(source: From, path: Template) -> None:
                 f"entry {path.text!r}: {{{capture}}} of {name.text!r} is neither in the path nor stacked; "
                 f"add .stack({capture!r}) if the variable has all of them"
             )
+    taken = {step.capture for step in source._steps if isinstance(step, Take)}
+    if unknown := taken - set(path.captures):
+        capture = sorted(unknown)[0]
+        raise LazyModelError(
+            f"entry {path.text!r}: take({capture!r}) needs {{{capture}}} in the path, a layer's number"
+        )
     if twice := stacked & set(path.captures):
         raise LazyModelError(f"entry {path.text!r}: {{{sorted(twice)[0]}}} is stacked, so it cannot be in the path")
 
@@ -356,8 +310,8 @@ def read_entry(
     source: From,
     captures: Captures,
     tensors: Tensors,
-    shape: _Shape | None,
-    steps: Sequence[_AnyStep] | None = None,
+    shape: Shape | None,
+    steps: Sequence[AnyStep] | None = None,
 ) -> Any:
     """The value of an entry's variable, after all steps or only the first ones; ValueError if shapes do not match.
 
@@ -367,18 +321,20 @@ def read_entry(
     if not steps:
         return _joined(source, [tensors[template.fill(captures)] for template in source._templates])
     *before, step = steps
-    needed = any(isinstance(other, _Rearrange | _Stack) for other in before)  # no other step uses its shape
+    needed = any(isinstance(other, Rearrange | Stack) for other in before)  # no other step uses its shape
     earlier = _shape_before(step, shape) if needed and shape is not None else None
-    if not isinstance(step, _Stack):
+    if not isinstance(step, Stack):
         value = read_entry(source, captures, tensors, earlier, before)
-        return step.apply(value, shape) if isinstance(step, _Rearrange) else step.apply(value)
+        if isinstance(step, Take):
+            return step.apply(value, captures)
+        return step.apply(value, shape) if isinstance(step, Rearrange) else step.apply(value)
     count = _count(source, step.capture, captures, tensors)
     if shape is not None and -len(shape) <= step.axis < len(shape):  # reading names the first that is missing
         count = max(count, shape[step.axis])
     numbered = (captures | {step.capture: str(index)} for index in range(max(count, 1)))
     layers = [read_entry(source, known, tensors, earlier, before) for known in numbered]
     _check_alike(layers, [layer.shape for layer in layers], f"of {{{step.capture}}}")
-    return np.stack(layers, _axis(step.axis, layers[0].ndim + 1))
+    return np.stack(layers, axis_number(step.axis, layers[0].ndim + 1))
 
 
 def _count(source: From, capture: str, captures: Captures, tensors: Tensors) -> int:
@@ -391,22 +347,24 @@ def _count(source: From, capture: str, captures: Captures, tensors: Tensors) -> 
         count += 1
 
 
-def _shape_before(step: _AnyStep, shape: _Shape) -> _Shape | None:
+def _shape_before(step: AnyStep, shape: Shape) -> Shape | None:
     """The shape from which a step makes this one; None if unknown."""
+    if isinstance(step, Take):
+        return None
     try:
-        if isinstance(step, _Step | _Rearrange):
+        if isinstance(step, Step | Rearrange):
             return step.undo(lazy(np.broadcast_to(np.zeros((), np.float32), shape), "a shape")).shape
-        axis = _axis(step.axis, len(shape))
+        axis = axis_number(step.axis, len(shape))
     except ValueError:
         return None
-    whole = () if isinstance(step, _Stack) else (shape[axis] * step.of if isinstance(step.of, int) else sum(step.of),)
+    whole = () if isinstance(step, Stack) else (shape[axis] * step.of if isinstance(step.of, int) else sum(step.of),)
     return (*shape[:axis], *whole, *shape[axis + 1 :])
 
 
 def _joined(source: From, tensors: Sequence[Any]) -> Any:
     if len(tensors) == 1:
         return tensors[0]
-    axis = _axis(source._axis, tensors[0].ndim)
+    axis = axis_number(source._axis, tensors[0].ndim)
     _check_alike(tensors, [(*each.shape[:axis], *each.shape[axis + 1 :]) for each in tensors], "apart from the axis")
     found = tuple(each.shape[axis] for each in tensors)
     if source._sizes is not None and found != source._sizes:
@@ -417,36 +375,36 @@ def _joined(source: From, tensors: Sequence[Any]) -> Any:
 # Places ---------------------------------------------------------------------------------------------------------------
 
 
-def unstacked(source: From, captures: Captures, shape: _Shape) -> Iterator[tuple[dict[int, int], From, Captures]]:
+def unstacked(source: From, captures: Captures, shape: Shape) -> Iterator[tuple[dict[int, int], From, Captures]]:
     """The entry of each tensor that the last steps stack to a variable of this shape, with its captures.
 
     The first of each three is the tensor's place: axis of the variable → index.
     """
     inner, axes, stacks = source._then(), list(range(len(shape))), list[tuple[int, str]]()
-    while inner._steps and isinstance(step := inner._steps[-1], _Stack):
-        stacks.append((axes.pop(_axis(step.axis, len(axes))), step.capture))
+    while inner._steps and isinstance(step := inner._steps[-1], Stack):
+        stacks.append((axes.pop(axis_number(step.axis, len(axes))), step.capture))
         inner._steps = inner._steps[:-1]
     for index in itertools.product(*(range(shape[axis]) for axis, _ in stacks)):
         numbers = {capture: str(number) for (_, capture), number in zip(stacks, index, strict=True)}
         yield {axis: number for (axis, _), number in zip(stacks, index, strict=True)}, inner, captures | numbers
 
 
-def variable_of(source: From, shape: _Shape, fill: Callable[[_Shape], LazyTensor]) -> tuple[LazyTensor, _Shape]:
+def variable_of(source: From, shape: Shape, fill: Callable[[Shape], LazyTensor]) -> tuple[LazyTensor, Shape]:
     """The variable of this shape that an entry makes of something else than its tensors, and the shape of these.
 
     `fill` makes it from that shape. Raises ValueError if the entry stacks tensors, or their shape is unknown.
     """
-    if any(isinstance(step, _Stack) for step in source._steps):
-        raise ValueError("tensors are stacked before other steps")
-    shapes: list[_Shape] = [shape]
+    if any(isinstance(step, Stack | Take) for step in source._steps):
+        raise ValueError("it stacks tensors before other steps, or takes a layer of a stacked tensor")
+    shapes: list[Shape] = [shape]
     for step in reversed(source._steps):
         if (before := _shape_before(step, shapes[0])) is None:
             raise ValueError(f"{step} does not give {list(shapes[0])}")
         shapes.insert(0, before)
     values: Any = fill(shapes[0])
     for step, after in zip(source._steps, shapes[1:], strict=True):
-        assert not isinstance(step, _Stack)
-        values = step.apply(values, after) if isinstance(step, _Rearrange) else step.apply(values)
+        assert not isinstance(step, Stack | Take)
+        values = step.apply(values, after) if isinstance(step, Rearrange) else step.apply(values)
     return values, shapes[0]
 
 
@@ -456,13 +414,13 @@ def filled_names(source: From, captures: Captures) -> list[str]:
 
 
 def joined_names(
-    source: From, captures: Captures, shape: _Shape, tensors: Mapping[str, Any] | None = None
+    source: From, captures: Captures, shape: Shape, tensors: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, tuple[int, int]], int]:
     """The names of an entry's tensors, each with its range in what they are joined to; and the axis.
 
     Raises ValueError if their sizes are neither stated nor those of given tensors.
     """
-    names, axis = filled_names(source, captures), _axis(source._axis, len(shape))
+    names, axis = filled_names(source, captures), axis_number(source._axis, len(shape))
     sizes = source._sizes
     if sizes is None and len(names) > 1:
         if tensors is None or not all(name in tensors for name in names):
@@ -475,14 +433,34 @@ def joined_names(
 # Writing --------------------------------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
+class _Layers:
+    """Layers of one tensor."""
+
+    source: From
+    captures: Captures  # of one of them
+    steps: Sequence[AnyStep]  # the last one takes a layer
+    found: dict[int, tuple[Any, str]]  # number → value, path
+
+
 class Parts:
     """Tensors to be written, some of them in parts that are not complete yet."""
 
     def __init__(self) -> None:
         self.finished: dict[str, Any] = {}
         self._writers: dict[str, str] = {}
-        self._parts: dict[Any, dict[int, tuple[_Part, Any, str]]] = {}
+        self._parts: dict[Any, dict[int, tuple[Part, Any, str]]] = {}
+        self._layers: dict[Any, _Layers] = {}
         self.path = ""  # the current variable
+
+    @contextlib.contextmanager
+    def writing(self, path: str, source: From, shape: Shape) -> Generator[None]:
+        """Raises LazyModelError for a step that cannot be undone."""
+        self.path = path
+        try:
+            yield
+        except (ValueError, IndexError) as error:
+            raise LazyModelError(f"{path!r}, shape {list(shape)}, cannot be written as {source}: {error}") from error
 
     def finish(self, name: str, value: Any) -> None:
         if name in self.finished:
@@ -495,7 +473,7 @@ class Parts:
             "other with .unsaved()"
         )
 
-    def add(self, whole: Any, part: _Part, value: Any) -> Any:
+    def add(self, whole: Any, part: Part, value: Any) -> Any:
         """Adds a part; returns the whole tensor once all its parts have been added, otherwise None."""
         parts = self._parts.setdefault((whole, part.of, part.axis), {})
         if part.index in parts:
@@ -506,7 +484,40 @@ class Parts:
         del self._parts[whole, part.of, part.axis]
         return part.join([parts[index][1] for index in range(part.count)])
 
-    def check_complete(self) -> None:
+    def add_layer(self, whole: Any, source: From, captures: Captures, steps: Sequence[AnyStep], value: Any) -> None:
+        """Adds a layer, taken with the last of these steps, of a tensor to be stacked once all have been added."""
+        layers = self._layers.setdefault(whole, _Layers(source, captures, steps, {}))
+        step = cast(Take, steps[-1])
+        if not (text := captures[step.capture]).isdecimal():
+            raise ValueError(f"{{{step.capture}}} is {text!r}, expected a number")
+        if (number := int(text)) in layers.found:
+            self._refuse_second(layers.found[number][1], f"layer {number} of {whole[0]!r}")
+        layers.found[number] = value, self.path
+
+    def complete(self) -> None:
+        """Stacks layers; raises if some are missing, or parts of a tensor."""
+        while self._layers:  # those with most steps to undo first, since that may add layers of others
+            most = max(len(layers.steps) for layers in self._layers.values())
+            for whole in [whole for whole, layers in self._layers.items() if len(layers.steps) == most]:
+                self._stack(whole[0], self._layers.pop(whole))
+        self._check_complete()
+
+    def _stack(self, name: str, layers: _Layers) -> None:
+        *before, step = layers.steps
+        assert isinstance(step, Take)
+        first, path = next(iter(layers.found.values()))
+        count = max(layers.found) + 1
+        if absent := [str(number) for number in range(count) if number not in layers.found]:
+            raise LazyModelError(
+                f"{path!r} is a layer of {name!r}, and no variable gives layer {', '.join(absent)} of at least {count}"
+            )
+        with self.writing(path, layers.source, tuple(first.shape)):
+            values = [layers.found[number][0] for number in range(count)]
+            _check_alike(values, [value.shape for value in values], f"of {{{step.capture}}}")
+            stacked = np.stack(values, axis_number(step.axis, first.ndim + 1))
+            write_entry(layers.source, stacked, layers.captures, self, before)
+
+    def _check_complete(self) -> None:
         for (whole, _, axis), parts in self._parts.items():
             part, _, path = next(iter(parts.values()))
             absent = [str(index) for index in range(part.count) if index not in parts]
@@ -517,7 +528,7 @@ class Parts:
 
 
 def write_entry(
-    source: From, value: Any, captures: Captures, parts: Parts, steps: Sequence[_AnyStep] | None = None
+    source: From, value: Any, captures: Captures, parts: Parts, steps: Sequence[AnyStep] | None = None
 ) -> None:
     """Adds the tensors that an entry makes of its variable's value, with all steps or only the first ones undone.
 
@@ -530,15 +541,18 @@ def write_entry(
             parts.finish(name, tensor)
         return
     *before, step = steps
-    if isinstance(step, _Stack):
-        index: tuple[Any, ...] = (slice(None),) * _axis(step.axis, value.ndim)
-        for number in range(value.shape[len(index)]):
+    # A whole tensor is identified by its names, by the steps before its parts and layers, and by where these take it.
+    whole = (*names, tuple(before), *(captures[each.capture] for each in before if isinstance(each, Take)))
+    if isinstance(step, Stack):
+        axis = axis_number(step.axis, value.ndim)
+        for number in range(value.shape[axis]):
             known = captures | {step.capture: str(number)}
-            write_entry(source, value[(*index, number)], known, parts, before)
-    elif not isinstance(step, _Part):
+            write_entry(source, value[along(axis, number)], known, parts, before)
+    elif isinstance(step, Take):
+        parts.add_layer(whole, source, captures, steps, value)
+    elif not isinstance(step, Part):
         write_entry(source, step.undo(value), captures, parts, before)
-    # A whole tensor is identified by its names and by the steps before its parts.
-    elif (joined := parts.add((*names, tuple(before)), step, value)) is not None:
+    elif (joined := parts.add(whole, step, value)) is not None:
         write_entry(source, joined, captures, parts, before)
 
 
@@ -546,7 +560,7 @@ def _split(source: From, name: str, value: Any) -> Sequence[Any]:
     """Splits a value into the tensors that were joined."""
     if len(source.names) == 1:
         return [value]
-    axis = _axis(source._axis, value.ndim)
+    axis = axis_number(source._axis, value.ndim)
     if source._sizes is None:
         raise ValueError(f"nothing says where {name!r} ends; give From the sizes of its tensors")
     if sum(source._sizes) != value.shape[axis]:

@@ -376,7 +376,8 @@ def flat_checkpoint(checkpoint: Any) -> Mapping[str, Any] | None:
         return model_values(checkpoint)
     if checkpoint is None or (isinstance(checkpoint, Mapping) and jax.tree_util.all_leaves([checkpoint])):
         return cast(Any, checkpoint)
-    if isinstance(checkpoint, dict) and jax.tree_util.all_leaves(checkpoint.values()):
+    keys = cast("dict[Any, Any]", checkpoint) if isinstance(checkpoint, dict) else ()
+    if keys and all(isinstance(key, str) for key in keys) and jax.tree_util.all_leaves(checkpoint.values()):
         found = cast("dict[str, Any]", checkpoint)  # in its own order
     else:
         found = named_leaves(checkpoint, (object,) if isinstance(checkpoint, dict) else ARRAYS)

@@ -1,9 +1,9 @@
 """A table proposed for a checkpoint and a model, from names and shapes alone, for the user to correct.
 
 Families of names that differ only in indexes are matched by the words they share, if one's shape can be turned into
-the other's: stacked, transposed, split into heads, cut from a fused tensor, joined. `q_proj`, `query` and `wq` are the
-same word here, `ln_1` and `input_layernorm` the same words. Every ambiguous match is listed as unsure, with the reason;
-nothing is loaded by these guesses alone.
+the other's: stacked, taken out of a stack, transposed, split into heads, cut from a fused tensor, joined. `q_proj`,
+`query` and `wq` are the same word here, `ln_1` and `input_layernorm` the same words. Every ambiguous match is listed as
+unsure, with the reason; nothing is loaded by these guesses alone.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
+from lazymodel._abstract.variable import OPTIMIZER
 from lazymodel._mapping.entry import From
 from lazymodel._show.text import grouped_by
 
@@ -96,6 +97,11 @@ class _Family:
         """The names as one pattern, with these captures; by default named after the words before them."""
         names = self.captures() if captures is None else tuple(captures)
         return self.text[0] + "".join(f"{{{name}}}{text}" for name, text in zip(names, self.text[1:], strict=True))
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """Names, whatever their order, and shape."""
+        return self.text, frozenset(self.indexes), self.shape
 
     @property
     def layer(self) -> str:
@@ -288,8 +294,13 @@ class _Way:
 
     captures: tuple[str, ...]  # a name for each index of the tensors
     stacked: tuple[str, ...]  # those of them that the variable stacks
-    axis: int  # the axis of the stack, or the first of several
+    axis: int  # the axis of the stack, or the first of several; or that of the tensor from which a layer is taken
     target: _Shape  # shape of the variable without them
+    taken: str = ""  # capture of the variable's names with the number of the layer that is taken, if one is
+
+    def layer(self, shape: _Shape) -> _Shape:
+        """The shape of a tensor of this shape, or of its layer."""
+        return (*shape[: self.axis], *shape[self.axis + 1 :]) if self.taken else shape
 
 
 def _ways(v: _Family, t: _Family) -> list[_Way]:
@@ -312,7 +323,21 @@ def _ways(v: _Family, t: _Family) -> list[_Way]:
             if v.shape[axis : axis + len(counts)] == counts:
                 target = (*v.shape[:axis], *v.shape[axis + len(counts) :])
                 found.append(_Way(captures, stacked, axis, target))
-    return found
+    return found or list(_ways_of_layers(v, t))
+
+
+def _ways_of_layers(v: _Family, t: _Family) -> Iterator[_Way]:
+    """Every correspondence by which each variable is a layer of a stacked tensor."""
+    own = v.captures()
+    for column, capture in enumerate(own):
+        indexes = [(*index[:column], *index[column + 1 :]) for index in v.indexes]
+        numbers = {index[column] for index in v.indexes}
+        count = len(numbers)
+        if set(indexes) != set(t.indexes) or len(v.indexes) != count * len(t.indexes):
+            continue
+        for axis in range(len(t.shape)) if numbers == {str(number) for number in range(count)} else ():
+            if t.shape[axis] == count:
+                yield _Way((*own[:column], *own[column + 1 :]), (), axis, v.shape, capture)
 
 
 _ALIKE = 0.5  # share of common words below which names have little in common
@@ -338,20 +363,27 @@ def suggest(tensors: Mapping[str, _Shape], variables: Mapping[str, _Shape], comp
     result = Suggestion()
     # Names with braces are skipped: they would be captures.
     tensors, variables = ({n: s for n, s in some.items() if not set(n) & set("{}")} for some in (tensors, variables))
+    if not any(name.startswith(OPTIMIZER) for name in variables) and any(n.startswith(OPTIMIZER) for n in tensors):
+        tensors = {name: shape for name, shape in tensors.items() if not name.startswith(OPTIMIZER)}
+        result.ignore = [OPTIMIZER + "{state...}"]
     if tensors and all(variables.get(name) == shape for name, shape in tensors.items()):  # a checkpoint of this model
         result.entries = {family.template(): From(family.template()) for family in _families(tensors)}
         missing = {path: shape for path, shape in variables.items() if path not in tensors}
         result.missing = [f"{family.template()!r} {list(family.shape)}" for family in _families(missing)]
         return result
     buffers = {name: shape for name, shape in tensors.items() if name.endswith(_BUFFERS)}
-    result.ignore = [family.template() for family in _families(buffers)]
+    result.ignore += [family.template() for family in _families(buffers)]
     left_out = set(computed)
     keys, ours = (
         _families({path: shape for path, shape in variables.items() if (path in left_out) == out})
         for out in (True, False)
     )
+    theirs = _families({name: shape for name, shape in tensors.items() if name not in buffers})
+    same = {family.place for family in (*keys, *ours)} & {family.place for family in theirs}
     result.entries = {family.template(): None for family in keys}
-    matcher = _Matcher(ours, _families({name: shape for name, shape in tensors.items() if name not in buffers}), result)
+    result.entries |= {each.template(): From(each.template()) for each in theirs if each.place in same}
+    mine, others = ([family for family in some if family.place not in same] for some in (ours, theirs))
+    matcher = _Matcher(mine, others, result)
     matcher.match_one_to_one({"weight"})
     matcher.match_one_to_one({"bias", "mean", "variance"})
     matcher.cut_fused()
@@ -384,7 +416,7 @@ class _Matcher:
         scores, pairs = self._assigned(ours, theirs)
         votes = Counter[bool]()  # how many kernels are (out, in), from unambiguous shapes
         for v, t in ((ours[row], theirs[column]) for row, column in pairs if "weight" in kinds):
-            found = [a for way in _ways(v, t) for a in _arrangements(t.shape, way.target)]
+            found = [a for way in _ways(v, t) for a in _arrangements(way.layer(t.shape), way.target)]
             if len(found) == 1 and len(t.shape) == 2 and "embed" not in v.words:
                 votes[found[0].out_first(v)] += 1
         if votes:
@@ -425,12 +457,14 @@ class _Matcher:
             members = self._of_roles(t, [(v, _ways(v, t)) for v in self.ours])
             if members is None:
                 continue
-            sizes = [math.prod(found[0].target) for _, found in members]
+            layers = [t.shape[found[0].axis] if found[0].taken else 1 for _, found in members]
+            sizes = [math.prod(found[0].target) * n for n, (_, found) in zip(layers, members, strict=True)]
             for axis in range(len(t.shape)) if self._out_first else reversed(range(len(t.shape))):
                 rest = max(math.prod(t.shape) // max(t.shape[axis], 1), 1)
                 extents = [size // rest for size in sizes]
                 parts = [(*t.shape[:axis], extent, *t.shape[axis + 1 :]) for extent in extents]
-                fit = all(_arrangements(part, w[0].target) for part, (_, w) in zip(parts, members, strict=True))
+                ways = [w[0] for _, w in members]
+                fit = all(_arrangements(way.layer(part), way.target) for part, way in zip(parts, ways, strict=True))
                 if sum(extents) == t.shape[axis] and fit:
                     of = len(extents) if len(set(extents)) == 1 else extents
                     why = f"taken to be {', '.join(t.roles)} one after the other; some models interleave them by head"
@@ -450,7 +484,7 @@ class _Matcher:
             axis = self._joining_axis(tensors[0])
             shape = list(tensors[0].shape)
             shape[axis] = sum(t.shape[axis] for t in tensors)
-            if any(_arrangements(tuple(shape), way.target) for way in _ways(v, tensors[0])):
+            if any(_arrangements(way.layer(tuple(shape)), way.target) for way in _ways(v, tensors[0])):
                 self._add(v, tensors, tuple(shape), f"joined in the order {', '.join(v.roles)}")
                 self.ours.remove(v)
                 self.theirs = [t for t in self.theirs if t not in tensors]
@@ -490,7 +524,7 @@ class _Matcher:
         """The likelihood of a match: 0 if impossible, up to 1, and more if the layer was matched before."""
         if v.kind != t.kind or math.prod(v.shape) * len(v.indexes) != math.prod(t.shape) * len(t.indexes):
             return 0.0
-        found = [a for way in _ways(v, t) for a in _arrangements(t.shape, way.target)]
+        found = [a for way in _ways(v, t) for a in _arrangements(way.layer(t.shape), way.target)]
         if not found:
             return 0.0
         spelled = 2 * len(v.spelled & t.spelled) / max(len(v.spelled) + len(t.spelled), 1)
@@ -510,8 +544,10 @@ class _Matcher:
         tied: bool = False,
     ) -> None:
         """Adds an entry: the variable from these tensors, or from a part of one, which then has this shape."""
-        fitting = [(way, found) for way in _ways(v, tensors[0]) if (found := _arrangements(shape, way.target))]
+        ways = _ways(v, tensors[0])
+        fitting = [(way, found) for way in ways if (found := _arrangements(way.layer(shape), way.target))]
         way, found = fitting[0]
+        shape = way.layer(shape)
         # Tables of tokens as they are, kernels like most kernels of this checkpoint.
         usual = "embed" in v.words or len(shape) != 2
         likely = (a for a in found if (a.usual(v) if usual else a.out_first(v) == self._out_first))
@@ -527,7 +563,8 @@ class _Matcher:
         source, axis = From(*names), self._joining_axis(tensors[0])
         if len(tensors) > 1:
             source = From(*names, axis=axis, sizes=[tensor.shape[axis] for tensor in tensors])
-        source = chosen.add(source if part is None else source.part(*part), v, shape)
+        source = source if part is None else source.part(*part)
+        source = chosen.add(source.take(way.taken, way.axis) if way.taken else source, v, shape)
         for capture in reversed(way.stacked):
             source = source.stack(capture, way.axis)
         self._result.entries[v.template()] = source.unsaved() if tied else source

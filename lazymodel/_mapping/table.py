@@ -16,11 +16,12 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias, cast
 
+import jax
 import numpy as np
 
 from lazymodel._abstract.framework import ModelSpec
 from lazymodel._abstract.pairs import LoraPair, with_scale
-from lazymodel._abstract.variable import AbstractVariable, Captures, Template, flatten_paths
+from lazymodel._abstract.variable import AbstractVariable, Captures, Template, flatten_paths, named_leaves
 from lazymodel._errors import CheckpointError, LazyModelError, warn
 from lazymodel._mapping.entry import (
     From,
@@ -132,24 +133,26 @@ class WeightMap:
         self._notes: tuple[tuple[str, list[str]], ...] = ()
 
     @staticmethod
-    def suggest(checkpoint: Any, abstract: Mapping[str, AbstractVariable]) -> WeightMap:
+    def suggest(checkpoint: Any, abstract: Any) -> WeightMap:
         """A table proposed from names and shapes, for you to correct; nothing is read.
 
+        Both may be models, such as a trainer's and a sampler's: what has the same name and shape in both is the same.
+
         Names are matched by the words they share (`q_proj` and `wq` are a query), if the tensor's shape can be turned
-        into the variable's: transposed, split into heads, stacked over layers or experts, cut from a fused tensor or
-        joined. `str` of it is Python source to paste, with a comment above each ambiguous entry, followed by tensors
-        and variables without a match; `unsure` has the comments by path.
+        into the variable's: transposed, split into heads, stacked over layers or experts, taken out of a stack, cut
+        from a fused tensor or joined. `str` of it is Python source to paste, with a comment above each ambiguous entry,
+        followed by tensors and variables without a match; `unsure` has the comments by path.
 
         Args:
-            checkpoint: As for `map_checkpoint`.
-            abstract: The abstract model.
+            checkpoint: As for `map_checkpoint`. An optimizer's state is ignored unless the model has one.
+            abstract: The abstract model, or a live one.
 
         Returns:
             A table that may not match: `check` shows mismatches, but only you know if it is right.
 
         Raises:
             CheckpointError: `checkpoint` is not one, or is a LoRA adapter, whose tensors do not contain its scale.
-            LazyModelError: `abstract` is not an abstract model.
+            LazyModelError: `abstract` is not a model.
 
         Example:
             >>> weights = {"fc_up.weight": np.zeros((256, 64)), "fc_down.weight": np.zeros((64, 256))}
@@ -161,13 +164,13 @@ class WeightMap:
                 }
             )
         """
-        checkpoint, abstract = given_checkpoint(checkpoint), _abstract(abstract)
-        refuse_adapter((name for name in checkpoint if name not in abstract), described(checkpoint))
-        variables = {path: variable.stored[0] for path, variable in abstract.items()}
-        computed = [path for path, variable in abstract.items() if variable.is_key]
+        checkpoint, model = given_checkpoint(checkpoint), _variables(abstract)
+        refuse_adapter((name for name in checkpoint if name not in model), described(checkpoint))
+        variables = {path: variable.stored[0] for path, variable in model.items()}
+        computed = [path for path, variable in model.items() if variable.is_key]
         found = suggest({name: np.shape(tensor) for name, tensor in checkpoint.items()}, variables, computed)
         mapping = WeightMap(found.entries, ignore=found.ignore)
-        _, wrong = mapping.apply(checkpoint, abstract)
+        _, wrong = mapping.apply(checkpoint, model)
         for path, text in (wrong.misshapen | wrong.missing | wrong.ambiguous).items():
             found.unsure.setdefault(mapping._find(path)[0][0], f"does not fit:{text}")
         mapping.unsure = found.unsure
@@ -198,20 +201,25 @@ class WeightMap:
         mapping._notes = (("No entry makes", left),)
         return mapping
 
-    def check(self, checkpoint: Any, abstract: Mapping[str, AbstractVariable]) -> MappingReport:
-        """Compares the table with a checkpoint and an abstract model, given as to `suggest`; reads headers only.
+    def check(self, checkpoint: Any, abstract: Any) -> MappingReport:
+        """Compares the table with a checkpoint and a model, given as to `suggest`; reads headers only.
 
         `one_way` of the report is the reason why a model cannot be saved with the table, if it cannot.
         """
-        report = self.apply(given_checkpoint(checkpoint), _abstract(abstract))[1]
+        checkpoint, model = given_checkpoint(checkpoint), _variables(abstract)
+        report = self.apply(checkpoint, model)[1]
         if not report.ok:
             return report
-        stored = {path: variable.stored for path, variable in abstract.items()}
+        stored = {path: variable.stored for path, variable in model.items()}
         empty = {path: np.broadcast_to(np.zeros((), dtype), shape) for path, (shape, dtype) in stored.items()}
         try:
-            self.write({path: lazy(array, path) for path, array in empty.items()})
+            written = self.write({path: lazy(array, path) for path, array in empty.items()})
         except LazyModelError as error:
             return dataclasses.replace(report, one_way=str(error))
+        for name, tensor in written.items():  # such as a stack of which the model has only some layers
+            if name in checkpoint and (shape := np.shape(checkpoint[name])) != tensor.shape:
+                one_way = f"{name!r} would be written as {list(tensor.shape)}, the checkpoint has {list(shape)}"
+                return dataclasses.replace(report, one_way=one_way)
         return report
 
     def write(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,13 +239,9 @@ class WeightMap:
             ((_, source, captures),) = found
             if source is None or source.read_only:
                 continue
-            parts.path = path
-            try:
+            with parts.writing(path, source, np.shape(array)):
                 write_entry(source, array, captures, parts)
-            except (ValueError, IndexError) as error:
-                shape = list(np.shape(array))
-                raise LazyModelError(f"{path!r}, shape {shape}, cannot be written as {source}: {error}") from error
-        parts.check_complete()
+        parts.complete()
         return parts.finished
 
     def adapters(
@@ -423,9 +427,21 @@ class WeightMap:
 def _abstract(given: Any) -> ModelSpec:
     if not isinstance(given, ModelSpec):
         raise LazyModelError(
-            f"a table is for an abstract model, which lm.build_abstract returns; got {type(given).__name__}"
+            f"a table is for an abstract model here, as lm.build_abstract returns it; got {type(given).__name__}"
         )
     return given
+
+
+def _variables(given: Any) -> Mapping[str, AbstractVariable]:
+    """The variables of an abstract or a live model."""
+    if isinstance(given, ModelSpec):
+        return given
+    arrays = named_leaves(given, (jax.Array, np.ndarray))
+    if not arrays:
+        raise LazyModelError(
+            f"a table is for a model, abstract as lm.build_abstract returns it, or live; got {type(given).__name__}"
+        )
+    return {path: AbstractVariable(path, tuple(array.shape), array.dtype) for path, array in arrays.items()}
 
 
 def _quoted(text: str) -> str:
@@ -445,7 +461,7 @@ _ReadFunction: TypeAlias = "Callable[[Mapping[str, LazyTensor]], Any]"
 def map_checkpoint(
     checkpoint: Any,
     mapping: WeightMap | _ReadFunction,
-    abstract: ModelSpec | None = None,
+    abstract: Any = None,
     *,
     strict: bool = True,
 ) -> MappedCheckpoint:
@@ -458,7 +474,7 @@ def map_checkpoint(
             paths, built from its tensors with NumPy: `w.T`, `w.reshape`, slices, `np.split`, `np.stack`,
             `np.concatenate`, `astype` and arithmetic with a scalar are computed while shards are read. Other functions
             of NumPy work too, and read that one tensor whole. None in its result leaves a variable out.
-        abstract: The model. A table requires it; a function does not use it.
+        abstract: The abstract model, or a live one. A table requires it; a function does not use it.
         strict: True raises for anything that `WeightMap.check` finds wrong. False leaves it out with
             a warning. A variable without an entry is neither: `materialize` decides how it gets a value.
 
@@ -483,12 +499,12 @@ def map_checkpoint(
         flat = flatten_paths(mapping(tensors))
         unused = [name for name in checkpoint if name not in tensors.taken]
         return MappedCheckpoint({name: lazy(value, name) for name, value in flat.items()}, checkpoint, unused)
-    if not isinstance(abstract, ModelSpec):
-        got = "" if abstract is None else f"; got {type(cast(Any, abstract)).__name__}"
-        raise LazyModelError(f"a WeightMap is applied for a model: pass map_checkpoint the abstract model too{got}")
-    mapped, report = mapping.apply(checkpoint, abstract)
+    if abstract is None:
+        raise LazyModelError("a WeightMap is applied for a model: pass map_checkpoint the abstract model too")
+    mapped, report = mapping.apply(checkpoint, _variables(abstract))
     if not report.ok:
-        text = f"{described(checkpoint)} does not fit {abstract.name} as mapped.\n" + "\n".join(report.problems())
+        name = abstract.name if isinstance(abstract, ModelSpec) else f"the {type(abstract).__name__}"
+        text = f"{described(checkpoint)} does not fit {name} as mapped.\n" + "\n".join(report.problems())
         if strict:
             raise CheckpointError(
                 f"{text}\nFix the table (its `ignore` names tensors that no variable needs), or pass "

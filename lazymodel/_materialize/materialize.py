@@ -35,7 +35,7 @@ from lazymodel._mapping.match import (
     resolve_and_warn,
 )
 from lazymodel._materialize.report import make_report
-from lazymodel._materialize.reshard import exchanged, exchanges
+from lazymodel._materialize.reshard import copied, device_moves, exchanged, exchanges
 from lazymodel._materialize.stream import StreamItem
 from lazymodel._materialize.stream import stream as read_stream
 from lazymodel._programs.jaxprs import as_keys, is_weak, with_weak_type
@@ -73,7 +73,7 @@ def materialize(
     processes share the model's devices, all of them must call this, and it fails in all or in none.
 
     Args:
-        checkpoint: An open checkpoint, or any argument of `save`; None is the one that the model was built with.
+        checkpoint: An open checkpoint, a live model or other argument of `save`; None is that of `build_abstract`.
         initialize: `"missing"` initializes what is missing in the checkpoint, `"nothing"` raises for it, `"all"`
             ignores the checkpoint. None is `"missing"` with a warning that lists what is missing in a given checkpoint.
         strict: True raises for a checkpoint tensor that the model has no variable for, or whose shape differs from its
@@ -188,7 +188,7 @@ def stream(
 
 
 class _Load:
-    """What is loaded and initialized, and how: `items` are read, those with `exchanges` in parts."""
+    """What is loaded and initialized, and how: `items` are read, those with `exchanges` in parts, `moves` copied."""
 
     def __init__(
         self,
@@ -201,14 +201,18 @@ class _Load:
         self.model, self.choice, self.shardings, self.budget = model, choice, shardings, budget
         tensors = {path: read_as(model[path], source, choice) for path, source in choice.sources.items()}
         items = _items(model, tensors, shardings)
+        self.moves = device_moves(items)
+        moved = {move.path for move in self.moves}
+        items = [item for item in items if item.path not in moved]
         check_replicas(replicas)
         self.exchanges = exchanges(items, replicas) if jax.process_count() > 1 else {}
         parts = {path: exchange.part for path, exchange in self.exchanges.items()}
         self.items = [parts.get(item.path, item) for item in items]
 
     def details(self) -> Iterator[str]:
-        """The programs that exchange parts, in order: the same in all processes."""
-        return (f"exchange {path} {exchange.partition}" for path, exchange in self.exchanges.items())
+        """The programs that copy arrays or exchange parts, in order: the same in all processes."""
+        yield from (f"copy {move.path} {move.source.sharding}" for move in self.moves)
+        yield from (f"exchange {path} {exchange.partition}" for path, exchange in self.exchanges.items())
 
 
 def _make_arrays(
@@ -245,6 +249,9 @@ def _make_arrays(
                 arrays[path] = _in_layout(array, model[path])
                 watcher.advance(nbytes[path], path)
         started, bytes_before, requests_before = time.perf_counter(), BYTES_READ.count, REQUESTS.so_far()
+        for path, array in copied(load.moves, stage):
+            arrays[path] = _in_layout(as_keys(array, model[path].dtype), model[path])
+            watcher.advance(nbytes[path], path)
         with contextlib.closing(arriving):  # a failure here ends its threads at once
             for path, array in arriving:
                 arrays[path] = _in_layout(as_keys(array, model[path].dtype), model[path])

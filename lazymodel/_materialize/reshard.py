@@ -461,7 +461,6 @@ def _moves(arrays: Mapping[str, jax.Array], targets: Mapping[str, Sharding]) -> 
             continue
         if planned := [device for device in cast(Any, target).device_set if not is_live(device)]:
             raise LazyModelError(f"{path!r} would go to {planned[0]}, which is only planned for")
-        # Programs depend on the order of devices, which two meshes of the same devices may not share.
         compiled = _devices(source.sharding) == _devices(target)
         if not compiled and not (source.is_fully_addressable and target.is_fully_addressable):
             raise LazyModelError(
@@ -476,7 +475,7 @@ def _moves(arrays: Mapping[str, jax.Array], targets: Mapping[str, Sharding]) -> 
 
 
 def _devices(sharding: Sharding) -> Sequence[Any]:
-    """The devices of a sharding in its order; the sharding itself if the order is unknown."""
+    """The devices of a sharding in its order, on which programs depend; the sharding itself if the order is unknown."""
     if isinstance(sharding, NamedSharding):
         return tuple(cast(Any, sharding.mesh).devices.flat)
     devices = tuple(cast(Any, sharding).device_set)
@@ -488,13 +487,8 @@ def _arriving(
 ) -> Iterator[tuple[_Move, jax.Array]]:
     """Yields each move with its new array: moves between devices in groups, then those through the host."""
     by_path = {move.path: move for move in moves}
-    for paths in grouped({move.path: move.nbytes for move in moves if move.compiled}, limit):
-        group = [by_path[path] for path in paths]
-        counts.group(group, donate=donate)
-        stage.meet()
-        arrays = stage.together(lambda group=group: [with_shards(move.program[0](move.source)) for move in group])
-        yield from zip(group, arrays, strict=True)
-        del arrays
+    compiled = [move for move in moves if move.compiled]
+    yield from _moved_on_devices(compiled, limit, stage, lambda group: counts.group(group, donate=donate))
     items: list[StreamItem] = []
     for move in moves:
         if not move.compiled:
@@ -504,6 +498,42 @@ def _arriving(
     for path, array in stream(items, max_host_memory=max(limit, _LEAST_HOST)):
         counts.group([by_path[path]], donate=donate)
         yield by_path[path], as_keys(array, by_path[path].source.dtype)
+
+
+def _moved_on_devices(
+    moves: Sequence[_Move], limit: int, stage: CollectiveScope, begin: Callable[[Sequence[_Move]], object] = len
+) -> Iterator[tuple[_Move, jax.Array]]:
+    """Yields each move with its new array, in groups of at most `limit` bytes of a device. Calls `begin` with each."""
+    by_path = {move.path: move for move in moves}
+    for paths in grouped({move.path: move.nbytes for move in moves}, limit):
+        group = [by_path[path] for path in paths]
+        begin(group)
+        stage.meet()
+        arrays = stage.together(lambda group=group: [with_shards(move.program[0](move.source)) for move in group])
+        yield from zip(group, arrays, strict=True)
+        del arrays
+
+
+def device_moves(items: Iterable[StreamItem]) -> list[_Move]:
+    """The items whose tensors are arrays on the devices where they go, so that they need not pass through the host.
+
+    Hosts copy small arrays, and arrays in their own memory, before a program would be compiled.
+    """
+    moves: list[_Move] = []
+    for item in items:
+        tensor = cast(LazyTensor, item.tensor)
+        source = tensor.source
+        if not isinstance(source, DeviceTensor) or tensor.dtype != item.dtype or not tensor.is_whole:
+            continue
+        fast = tensor.nbytes < shards.SMALL or shards.boxes_for(item.sharding, item.shape).on_host
+        if _devices(source.array.sharding) == _devices(item.sharding) and not (source.complete and fast):
+            moves.append(_Move(item.path, source.array, item.sharding, True))
+    return moves
+
+
+def copied(moves: Sequence[_Move], stage: CollectiveScope) -> Iterator[tuple[str, jax.Array]]:
+    """Yields (path, array): copies of arrays from device to device, group by group. All processes call this."""
+    return ((move.path, array) for move, array in _moved_on_devices(moves, shards.GROUP, stage))
 
 
 @functools.lru_cache(maxsize=1024)

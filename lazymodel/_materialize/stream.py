@@ -57,6 +57,7 @@ from lazymodel._tensors.buffers import (
     default_budget,
     empty_aligned,
     start_thread,
+    uninterrupted,
 )
 from lazymodel._tensors.byte_reader import ByteReader
 from lazymodel._tensors.lazy import LazyTensor, lazy
@@ -378,10 +379,10 @@ class _Stream:
     def _arrays(self, stop_fetching: Callable[[], None]) -> Iterator[tuple[str, jax.Array]]:
         threads, waiter = list[threading.Thread](), None
         try:
-            if not all(plan.boxes.on_host for plan in self._plans):
-                waiter = start_thread(self._wait, "stream-wait")
-            for workspace in self._workspaces:
-                threads.append(start_thread(self._work, "stream", workspace))
+            with uninterrupted():  # every thread that was started is waited for below
+                if not all(plan.boxes.on_host for plan in self._plans):
+                    waiter = start_thread(self._wait, "stream-wait")
+                threads += [start_thread(self._work, "stream", workspace) for workspace in self._workspaces]
             for plan in self._plans:
                 with self._lock:
                     if plan.item.turn > self._turn:

@@ -33,14 +33,13 @@ import itertools
 import json
 import os
 import shutil
-import signal
 import stat
-import threading
 from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from lazymodel._errors import LazyModelError, warn
+from lazymodel._tensors.buffers import uninterrupted
 from lazymodel.checkpoints._open import OLD, SAVING, staging_folder
 
 _LOCK, _NEW, _TRASH, _JOURNAL = "lock", "new", "trash", "files.json"
@@ -191,7 +190,7 @@ def staging(destination: Path, *, inside: bool = False, rivals: Iterable[Path] =
     made = list(itertools.takewhile(lambda folder: not os.path.lexists(folder), above))
     fd, done = None, False
     try:
-        with _uninterrupted():
+        with uninterrupted():
             fd = _lock(stage.folder, destination)
             if rival := next(filter(_is_locked, rivals), None):
                 raise _busy(destination, rival)
@@ -201,7 +200,7 @@ def staging(destination: Path, *, inside: bool = False, rivals: Iterable[Path] =
         yield stage
         done = True
     finally:
-        with _uninterrupted():
+        with uninterrupted():
             if fd is not None:
                 try:
                     with _afterwards(destination) if done else contextlib.suppress(OSError):  # the next saver does it
@@ -211,27 +210,6 @@ def staging(destination: Path, *, inside: bool = False, rivals: Iterable[Path] =
             for folder in made:
                 with contextlib.suppress(OSError):  # it is not empty
                     os.rmdir(folder)
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Generator[None]:
-    """Within the block a Ctrl-C waits until its end: what is begun there would be left behind."""
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield
-        return
-    late: list[tuple[int, Any]] = []
-
-    def note(number: int, frame: Any) -> None:
-        late.append((number, frame))
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if late:
-            before(*late[0])
 
 
 def _clear(stage: Staging) -> None:

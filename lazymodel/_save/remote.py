@@ -334,8 +334,8 @@ class RemoteDestination:
     def staged(self, *, leads: bool, overwrite: bool) -> Generator[None]:
         """Within the block files may come; where it fails all is as it was."""
         self._leads = leads
-        start_thread(_run_all, "upload", self._calls)
         try:
+            start_thread(_run_all, "upload", self._calls)
             if leads:
                 check_overwrite(self._there, overwrite)
                 if self._index_of_old:

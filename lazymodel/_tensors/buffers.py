@@ -14,6 +14,7 @@ import itertools
 import math
 import mmap
 import os
+import signal
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -301,10 +302,14 @@ def parallel(
 
     def results() -> Iterator[_R]:
         pending = collections.deque[Future[_R]]()
-        pending.extend(pool.submit(function, item) for item in itertools.islice(left, ahead))
+        pending.extend(map(submit, itertools.islice(left, ahead)))
         while pending:
             yield pending.popleft().result()
-            pending.extend(pool.submit(function, item) for item in itertools.islice(left, 1))
+            pending.extend(map(submit, itertools.islice(left, 1)))
+
+    def submit(item: _T) -> Future[_R]:
+        with uninterrupted():  # the pool does not wait for a thread whose start was interrupted
+            return pool.submit(function, item)
 
     try:
         yield results()
@@ -317,8 +322,30 @@ def parallel(
 def start_thread(target: Callable[..., object], name: str, *args: Any) -> threading.Thread:
     """Starts a daemon thread: if it hangs, in a request for example, the program can still end."""
     thread = threading.Thread(target=target, args=args, name=f"lazymodel-{name}", daemon=True)
-    thread.start()
+    with uninterrupted():
+        thread.start()
     return thread
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Generator[None]:
+    """Delays a Ctrl-C until the end of the block, which may be in any thread."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    late: list[tuple[int, Any]] = []
+
+    def note(number: int, frame: Any) -> None:
+        late.append((number, frame))
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if late:
+            before(*late[0])
 
 
 class Scratch(threading.local):

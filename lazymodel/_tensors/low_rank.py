@@ -6,6 +6,7 @@ Products are computed in blocks that always begin at the same places, so that a 
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Generator, Iterator, Sequence
 
@@ -17,11 +18,10 @@ from lazymodel._tensors.decoded import DecodedTensor, Stored, cut
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.tensor_source import Targets, View, fill
 
-_ROWS = 32  # of a block
+_ROWS, _COLUMNS = 32, 128  # of a block; fewer columns if the rank is high
 # Multiplications of a block: so few that OpenBLAS uses one thread. Its own threads wait for each other, which takes
 # several times as long on busy cores, as those of a load are.
 _MULTIPLICATIONS = 1 << 18
-_GROUP = 256 << 10  # numbers of blocks that are computed in one call
 
 
 class LowRankSum(DecodedTensor):
@@ -38,14 +38,14 @@ class LowRankSum(DecodedTensor):
         self._factors = tuple(
             LazyTensor(view.source, view.addresses, view.steps).astype(dtype) for view in (left, right)
         )
-        super().__init__(base.shape, Stored(base, (1, 1)), dtype=dtype, scratch=3 * dtype.itemsize)
+        super().__init__(base.shape, Stored(base, (1, 1)), dtype=dtype, scratch=dtype.itemsize)
         self._scale, self._axis = dtype.type(scale), axis
         self._magnitude = magnitude
         self.pieces += (*self._factors, *(() if magnitude is None else (magnitude,)))
         self.min_scratch_nbytes += sum(factor.nbytes for factor in self._factors)
-        self.min_scratch_nbytes += _GROUP * (3 * dtype.itemsize + base.itemsize)
         width = max(_MULTIPLICATIONS // (_ROWS * max(left.shape[1], 1)), 1)
-        self._block = _ROWS, min(max(1 << width.bit_length() - 1, 16), 512)
+        self._block = _ROWS, min(max(1 << width.bit_length() - 1, 16), _COLUMNS)
+        self.min_scratch_nbytes += math.prod(self._block) * dtype.itemsize
         self.cuts = tuple(min(pair) for pair in zip(self._block, (extent or 1 for extent in base.shape), strict=True))
         self._kept: tuple[np.ndarray, np.ndarray] | None = None
         self._norms: np.ndarray | None = None  # what each row or column is multiplied with
@@ -75,7 +75,7 @@ class LowRankSum(DecodedTensor):
         squares = np.zeros(self.shape[self._axis], np.float64)
         view = self.pieces[0]
         # Tiles of a fixed size, so that sums do not depend on the available memory.
-        for tile in cut(whole_box(self.shape), _GROUP, self.cuts, self.along):
+        for tile in cut(whole_box(self.shape), self.tile, self.cuts, self.along):
             with workspace.array(box_shape(tile), view.dtype) as stored:
                 fill(view, [tile], [stored], workspace)
                 with self._sum(tile, stored, workspace) as values, np.errstate(all="ignore"):
@@ -88,18 +88,26 @@ class LowRankSum(DecodedTensor):
     def _sum(self, tile: Box, stored: np.ndarray, workspace: Workspace) -> Generator[np.ndarray]:
         assert self._kept is not None
         left, right = self._kept
-        with np.errstate(all="ignore"), workspace.array(box_shape(tile), self.dtype) as values:  # as the file's values
-            np.copyto(values, stored, casting="unsafe")
-            for block in cut(fine(coarse(tile, self._block), self._block), _GROUP, self._block, (0, 1)):
-                group = intersect(block, whole_box(self.shape))
-                if group is None or (common := intersect(tile, group)) is None:
-                    continue
-                with workspace.array(box_shape(group), self.dtype) as product:
-                    self._multiply(left[group[0]], right[:, group[1]], product)
-                    np.multiply(product, self._scale, out=product)
-                    own = values[shift(common, tile)]
-                    np.add(own, product[shift(common, group)], out=own)
+        outer = self._blocks(tile)
+        # Numbers of a file may overflow.
+        with np.errstate(all="ignore"), workspace.array(box_shape(outer), self.dtype) as product:
+            self._multiply(left[outer[0]], right[:, outer[1]], product)
+            values = product[shift(tile, outer)]
+            if self._scale != 1:
+                np.multiply(values, self._scale, out=values)
+            np.add(values, stored, out=values, dtype=self.dtype, casting="unsafe")
             yield values
+
+    def _blocks(self, box: Box) -> Box:
+        """The region of the blocks that a region needs."""
+        found = intersect(fine(coarse(box, self._block), self._block), whole_box(self.shape))
+        assert found is not None
+        return found
+
+    def _tiles(self, chunk: Box, size: int) -> Iterator[Box]:
+        for part in cut(self._blocks(chunk), size, self.cuts, self.along):
+            if (tile := intersect(part, chunk)) is not None:
+                yield tile
 
     def _multiply(self, left: np.ndarray, right: np.ndarray, out: np.ndarray) -> None:
         """Computes a product block by block; blocks at the end may be smaller."""

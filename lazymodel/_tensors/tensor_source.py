@@ -207,6 +207,12 @@ class View:
         """Byte offset in the file of its earliest element."""
         return self.source.offset + (self.geometry().first if self.size and isinstance(self.source, FileTensor) else 0)
 
+    @property
+    def is_whole(self) -> bool:
+        """True if it is the source as it is: all of its elements, in their order, not converted."""
+        same = fresh_view(self.source.shape, self.itemsize_stored)
+        return not self.steps and self.shape == same.shape and self.geometry() == geometry_of(same)
+
     def geometry(self, box: Box | None = None) -> Geometry:
         """Start and strides, in bytes of the source, of a box or of the whole."""
         return geometry_of(self.addresses if box is None else self.addresses[(*box, ...)])

@@ -336,6 +336,23 @@ def test_a_merged_checkpoint_is_materialized_mapped_saved_and_compared(
     assert lm.diff(lm.open_checkpoint(tmp_path / "base.safetensors"), saved)
 
 
+def test_a_merged_checkpoint_is_planned_and_run(folder: Path, mesh8: Any) -> None:
+    base = base_of()
+    save_file(base, folder / "base.safetensors")
+    merged = lm.merge(lm.open_checkpoint(folder / "base.safetensors"), lm.open_adapter(folder))
+    abstract = lm.build_abstract(lambda: {name: jnp.zeros(array.shape) for name, array in base.items()})
+    abstract = abstract.shard(mesh8, {r".*\.weight": P("model")})
+    abstract.plan(merged).check("1MiB")
+    x = random(5, 64)
+
+    def f(params: Any, x: Any) -> Any:
+        return jnp.tanh(x @ params["model.layers.0.q.weight"].T) @ params["model.layers.0.q.weight"]
+
+    found = abstract.run(f, x, checkpoint=merged)
+    np.testing.assert_allclose(found, f(abstract.materialize(merged), x), rtol=1e-5, atol=1e-5)
+    assert np.abs(found - f(base, x)).max() > 0.1
+
+
 def test_the_command_converts_and_inspects(folder: Path, tmp_path: Path) -> None:
     base = base_of()
     save_file(base, tmp_path / "base.safetensors")

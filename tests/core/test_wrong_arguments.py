@@ -88,8 +88,8 @@ def smallest(*args: Any, **options: Any) -> Callable[[], Any]:
         (lambda: lm.map_checkpoint("x", dict), "'x' is a path, not a checkpoint; open it first"),
         (lambda: lm.map_checkpoint({}, None, MODEL), "a mapping is a WeightMap or a function of the checkpoint"),  # pyright: ignore
         (lambda: lm.map_checkpoint({}, lm.WeightMap({})), "pass map_checkpoint the abstract model too"),
-        (lambda: lm.map_checkpoint({}, lm.WeightMap({}), {}), "the abstract model too; got dict"),  # pyright: ignore
-        (lambda: lm.WeightMap.suggest({}, {"a": X}), "a table is for an abstract model ... got dict"),  # pyright: ignore
+        (lambda: lm.map_checkpoint({}, lm.WeightMap({}), {}), "a table is for a model ... got dict"),
+        (lambda: lm.WeightMap.suggest({"a": X}, {"a": "x"}), "a table is for a model, abstract as ... got dict"),
         *(
             (lambda path=path: lm.open_checkpoint(path), f"expected a path or URL ... got {path!r}")  # pyright: ignore
             for path in (None, 3, b"x", {})

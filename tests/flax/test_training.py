@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import linen, nnx
+from flax.core import freeze
 from flax.training.train_state import TrainState
+from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -159,6 +161,24 @@ def test_a_live_module_is_a_source(tmp_path: Path, mesh8: Mesh) -> None:
     assert_same_values(nnx.state(plain.materialize(mapped, initialize="nothing")), nnx.state(model))
     assert set(lm.map_checkpoint(model, dict)) == set(plain)
     assert plain.plan(model).read_nbytes == 0
+    flat = dict(nnx.to_flat_state(nnx.state(model)))  # its keys are tuples
+    assert_same_values(nnx.state(plain.materialize(flat)), nnx.state(model))
+    assert not lm.diff(flat, model) and not lm.diff(nnx.to_pure_dict(nnx.state(model)), plain.materialize(model))
+    # Without its optimizer, and to a model that is live as well.
+    assert lm.WeightMap.suggest((model, optimizer), plain).check((model, optimizer), plain).ok
+    other = Net(nnx.Rngs(2))
+    table = lm.WeightMap.suggest(other, model)
+    assert not lm.diff(lm.map_checkpoint(other, table, model), other) and table.check(other, model).one_way == ""
+
+
+def test_live_variables_of_linen_are_a_source() -> None:
+    layer, x = linen.Dense(4, kernel_init=linen.with_partitioning(linen.initializers.ones, (None, "model"))), X[:, :3]
+    abstract, variables = lm.build_abstract(layer, jax.random.key(0), x), layer.init(jax.random.key(1), x)
+    plain = linen.unbox(variables)
+    for source in (variables, plain, freeze(variables), flatten_dict(plain), flatten_dict(plain, sep="/")):
+        assert_same_values(abstract.materialize(source), variables)
+        assert not lm.diff(source, variables)
+        assert not lm.WeightMap.suggest(source, abstract).check(source, abstract).unmapped
 
 
 def test_mup_of_nnx() -> None:

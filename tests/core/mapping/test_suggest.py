@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -135,6 +136,40 @@ def test_fused_tensors_are_cut_for_a_model_with_stacked_layers() -> None:
     assert "query, key, value one after the other" in found.unsure["blocks/q/kernel"]
     left = "# No tensor was found for:\n#   'adapter/kernel' [3, 11]\n"
     assert str(found).endswith(f"{left}# No variable was found for:\n#   'pooler.weight' [7, 5]")
+
+
+def test_a_table_between_two_models() -> None:
+    def stacked() -> dict[str, Any]:
+        attention = {"q_proj": jnp.ones((3, 24, 4, 8)), "kv_proj": jnp.ones((3, 24, 32)) * jnp.arange(32)}
+        return {
+            "embed": jnp.ones((64, 24)),
+            "out": jnp.eye(24) + 1,
+            "blocks": {"attn": attention, "mlp": jnp.ones((3, 9))},
+        }
+
+    def unstacked() -> dict[str, Any]:
+        attention = {"query": jnp.zeros((24, 32)), "key": jnp.zeros((24, 16)), "value": jnp.zeros((24, 16))}
+        layers = [{"attention": attention, "mlp": jnp.zeros(9)} for _ in range(3)]
+        return {"embed": jnp.zeros((64, 24)), "out": jnp.zeros((24, 24)), "layers": layers}
+
+    trainer, sampler = lm.build_abstract(stacked).with_optimizer(optax.sgd(0.1, momentum=0.9)), unstacked()
+    table = WeightMap.suggest(trainer, sampler)
+    assert entries(table) == {
+        "embed": "From('embed')",
+        "layers/{layer}/attention/key": "From('blocks/attn/kv_proj').part(0, of=2, axis=2).take('layer')",
+        "layers/{layer}/attention/query": "From('blocks/attn/q_proj').take('layer')"
+        ".rearrange('model heads dim -> model (heads dim)', heads=4)",
+        "layers/{layer}/attention/value": "From('blocks/attn/kv_proj').part(1, of=2, axis=2).take('layer')",
+        "layers/{layer}/mlp": "From('blocks/mlp').take('layer')",
+        "out": "From('out')",  # square, and not turned: both models have it
+    }
+    report = table.check(trainer, sampler)
+    assert report.ok and not report.one_way
+    assert list(report.ignored) == [path for path in trainer if path.startswith("optimizer/")]
+    live = lm.build_abstract(unstacked).materialize(lm.map_checkpoint(trainer, table, sampler))
+    assert live["layers"][2]["attention"]["value"][0, 15] == 31
+    back = WeightMap.suggest(live, trainer)
+    assert '.stack("layer")' in str(back) and back.check(live, trainer).unmapped.keys() == report.ignored.keys()
 
 
 def test_what_shapes_leave_open_is_told() -> None:

@@ -141,6 +141,16 @@ class Scenarios:
         same = {name: value for name, value in report.to_dict().items() if name not in own}
         return {"read": report.read_nbytes, "mapped": mapped, "report": same}
 
+    def live(self) -> None:
+        """A live model that both processes hold goes to other shardings."""
+        values = matrices()
+        empty = lm.build_abstract(lambda: {name: jnp.zeros(v.shape, v.dtype) for name, v in values.items()})
+        rows, columns = (empty.shard(self.mesh, {".*": spec}) for spec in (P("model"), BY_COLUMNS))
+        model = columns.materialize(rows.materialize(values))
+        for name, array in model.items():
+            assert array.sharding.spec == BY_COLUMNS
+            assert_shards_equal(array, values[name])
+
     def truncated(self) -> None:
         """The file of process 1 loses its end after it was opened; found while streaming."""
         ckpt = self._open("truncated")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -220,3 +220,26 @@ def test_shards_of_any_dtype_and_in_any_memory_come_in_pieces(mesh: Mesh, transf
         assert array.sharding.memory_kind == kind
         assert_shards_equal(array, values[name])
     assert transfers.buffers.made > 2 * len(values), "in pieces"
+
+
+@pytest.mark.parametrize(
+    ("rows", "spec", "source", "through_host"),
+    [
+        (128, P("batch"), lambda array: array, False),
+        (128, P(None, ("batch", "model")), lambda array: array, False),
+        (8, P("batch"), lambda array: array, True),  # small: nothing is compiled for it
+        (128, P("batch"), lambda array: array[::-1], True),
+        (128, P("batch"), lambda array: array.astype(np.float16).astype(np.float32), True),
+    ],
+)
+def test_a_live_models_arrays_are_copied_on_their_devices(
+    transfers: Transfers, mesh42: Mesh, rows: int, spec: P, source: Callable[[Any], Any], through_host: bool
+) -> None:
+    values = np.arange(rows << 8, dtype=np.float32).reshape(rows, -1)
+    array = jax.device_put(values, NamedSharding(mesh42, P("batch", "model")))
+    model = model_of({"a": values}, NamedSharding(mesh42, spec))
+    loaded = model.materialize(lm.map_checkpoint({"a": array}, lambda tensors: {"a": source(tensors["a"])}))["a"]
+    assert bool(transfers.buffers.made) == through_host
+    assert loaded.sharding.spec == spec
+    array.delete()  # or donated, by the next step of training
+    assert_shards_equal(loaded, source(values))

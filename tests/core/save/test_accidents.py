@@ -11,8 +11,10 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +95,42 @@ def test_what_is_raised_at_some_operations(folder: Path, name: str, accident: An
 @pytest.mark.parametrize("name", WORLDS)
 def test_what_is_raised_at_any_operation(folder: Path, name: str, accident: Any) -> None:
     check_raised(accidents(folder, name, accident), accident, 15)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupt_while_a_thread_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that writes after the files are closed would write into others that have their descriptors."""
+    start, write, names, running = threading.Thread.start, os.pwrite, list[str](), set[str]()
+    begun, ended = threading.Event(), threading.Event()
+
+    def started(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name.startswith("lazymodel-write"):
+            names.append(thread.name)
+            if len(names) == 2:
+                begun.wait(5)
+                signal.raise_signal(signal.SIGINT)
+
+    def written(*args: Any) -> int:
+        running.add(name := threading.current_thread().name)
+        try:
+            if name.endswith("_0"):
+                begun.wait(5)
+            else:
+                begun.set()
+                ended.wait(0.3)
+            return write(*args)
+        finally:
+            running.discard(name)
+
+    monkeypatch.setattr(threading.Thread, "start", started)
+    monkeypatch.setattr(os, "pwrite", written)
+    with pytest.raises(KeyboardInterrupt):
+        lm.save({str(number): np.zeros(1 << 18, "float32") for number in range(4)}, folder / "x.safetensors")
+    try:
+        assert len(names) >= 2 and not running
+    finally:
+        ended.set()
 
 
 # Real ones ------------------------------------------------------------------------------------------------------------

@@ -45,11 +45,15 @@ def clipped(x: Array, low: Array, high: Array) -> Array:
 
 
 @jax.custom_vjp
-def scaled(x: Array, y: Array) -> Array:
+def _scaled(x: Array, y: Array) -> Array:
     return x * 0.3 + y
 
 
-scaled.defvjp(lambda x, y: (scaled(x, y), x), lambda x, g: (g * x, g))
+_scaled.defvjp(lambda x, y: (_scaled(x, y), x), lambda x, g: (g * x, g))
+
+
+def scaled(x: Array, y: Array) -> Array:
+    return _scaled(jnp.asarray(x), jnp.asarray(y))  # of NumPy arrays alone, it computes in NumPy unless it is traced
 
 
 def over_devices(function: Callable[[Array], Array], x: Array, *, whole: bool = False) -> Array:

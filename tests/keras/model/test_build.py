@@ -584,3 +584,19 @@ def test_a_model_lies_on_the_host_between_its_uses(mesh8: Mesh) -> None:
     assert np.array_equal(model(x), before)
     with pytest.raises(lm.ShardingError, match="sequential.*/dense.*/kernel: .*pinned_host"):
         abstract.shard(mesh8, {".*kernel": lm.Host(P()), ".*": P()}).materialize()
+
+
+def test_a_live_model_is_a_source(mesh8: Mesh) -> None:
+    live = seeded(functional, 3)
+    abstract = seeded(lambda: lm.build_abstract(functional))  # with the same automatic names
+    table = lm.WeightMap.suggest(live, abstract)
+    for source in (live, lm.map_checkpoint(live, table, abstract), {v.path: v for v in live.variables}):
+        assert_same(live, abstract.materialize(source), outputs=False)
+    sharded = abstract.shard(mesh8, columns).materialize(live)
+    assert_same(live, sharded, outputs=False)
+    assert not lm.diff(live, sharded) and table.check(live, sharded).one_way == ""
+    live.compile("sgd", "mse")
+    with pytest.raises(lm.CheckpointError, match="has no variable for: .*sgd/iteration"):
+        abstract.materialize(live)
+    with pytest.warns(UserWarning, match="strict=False leaves out"):
+        assert_same_values(live.variables, abstract.materialize(live, strict=False).variables)
