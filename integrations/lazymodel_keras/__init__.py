@@ -29,6 +29,7 @@ from lazymodel._show import clock as _clock
 from lazymodel_keras._adapter import adapter
 from lazymodel_keras._build import enable_lora
 from lazymodel_keras._model.keras_object import distribution
+from lazymodel_keras._model.lora import merge_lora
 from lazymodel_keras._tensorflow import leave_out_tensorflow
 from lazymodel_keras._train.callbacks import TrainingCheckpoint, TrainingState, training_state
 from lazymodel_keras._train.restore import restore
@@ -46,6 +47,7 @@ __all__ = [
     "from_preset",
     "leave_out_tensorflow",
     "load_model",
+    "merge_lora",
     "restore",
     "save_preset",
     "streamed_saving",

@@ -27,6 +27,7 @@ import keras
 
 import lazymodel
 from lazymodel import AbstractModel, CheckpointError, LazyModelError
+from lazymodel._abstract.pairs import LoraPair
 from lazymodel._abstract.variable import unique_paths
 from lazymodel._errors import warn
 from lazymodel._mapping.match import lazy_values
@@ -41,6 +42,7 @@ from lazymodel.checkpoints._untrusted import MAX_JSON, read_at_most
 from lazymodel_keras import _upstream
 from lazymodel_keras._build import Keywords, Opening, abstract_build, finished, recorded
 from lazymodel_keras._model.keras_object import model_variables, replace
+from lazymodel_keras._model.layers import lora_pairs
 from lazymodel_keras._record.files import RemoteFiles, check_storage_options, is_gguf
 from lazymodel_keras._record.recording import Recording, recording_problem
 from lazymodel_keras._train.saving import save_preset
@@ -260,11 +262,14 @@ class KerasAdapter:
 
     def arrays(self, model: Any) -> dict[str, Any] | None:
         """The values of the variables of a model or layer, its optimizer's and metrics' included."""
-        if not isinstance(model, keras.layers.Layer):
+        variables = _variables(model)
+        return None if variables is None else {path: variable.value for path, variable in variables.items()}
+
+    def lora_pairs(self, model: Any) -> list[LoraPair] | None:
+        variables = _variables(model)
+        if variables is None:
             return None
-        variables = list({id(variable): variable for variable in model_variables(model)}.values())
-        values = [variable.value for variable in variables]
-        return dict(zip(unique_paths([variable.path for variable in variables]), values, strict=True))
+        return lora_pairs(model, {id(variable): path for path, variable in variables.items()})
 
     def with_arrays(self, model: Any, arrays: Mapping[int, Any]) -> Any:
         """Sets the arrays in place; returns the model."""
@@ -272,6 +277,14 @@ class KerasAdapter:
             if (array := arrays.get(id(variable.value))) is not None:
                 replace(variable, array)
         return model
+
+
+def _variables(model: Any) -> dict[str, Any] | None:
+    """The variables of a Keras object by path; None for other objects."""
+    if not isinstance(model, keras.layers.Layer):
+        return None
+    variables = list({id(variable): variable for variable in model_variables(model)}.values())
+    return dict(zip(unique_paths([variable.path for variable in variables]), variables, strict=True))
 
 
 def _is_keras(build: Any) -> bool | None:

@@ -316,6 +316,49 @@ def set_lora_layers(backbone: Any, positions: list[int], rank: int) -> None:
     backbone._lora_rank = rank
 
 
+# Attributes of a layer with a LoRA pair: the weight and the pair. `kernel` and `embeddings` are sums with the pair.
+_ADAPTED = (("_kernel", "lora_kernel_a", "lora_kernel_b"), ("_embeddings", "lora_embeddings_a", "lora_embeddings_b"))
+
+
+def lora_variables(layer: Any) -> tuple[Any, Any, Any] | None:
+    """The weight of a layer to which its LoRA pair belongs, and the pair; None if it has no pair as Keras makes it."""
+    for names in _ADAPTED:
+        if all(isinstance(getattr(layer, name, None), keras.Variable) for name in names):
+            weight, a, b = (getattr(layer, name) for name in names)
+            return weight, a, b
+    return None
+
+
+def requantized(layer: Any) -> list[tuple[Any, Any]]:
+    """Variables of a quantized layer, each with its value after the LoRA pair was merged; Keras saves these values."""
+    kind = "kernel" if hasattr(layer, "_kernel") else "embeddings"
+    values = getattr(layer, f"_get_{kind}_with_merged_lora")()
+    variables = [getattr(layer, f"_{kind}"), getattr(layer, f"{kind}_scale"), getattr(layer, f"{kind}_zero", None)]
+    return [pair for pair in zip(variables, values, strict=False) if pair[1] is not None]
+
+
+def drop_lora(layer: Any) -> None:
+    """Removes the LoRA pair of a layer, which is then as before `enable_lora`, up to its weight's value.
+
+    `del layer.lora_kernel_a` would collect garbage for each pair.
+    """
+    weight = lora_variables(layer)
+    assert weight is not None
+    for name in next(names for names in _ADAPTED if hasattr(layer, names[0]))[1:]:
+        layer._untrack_variable(getattr(layer, name))
+        object.__delattr__(layer, name)
+    layer.lora_enabled, layer.lora_rank, layer.lora_alpha = False, None, None
+    # Quantized weights are never trainable.
+    weight[0].trainable = layer.trainable and any(weight[0] is each for each in layer._trainable_variables)
+
+
+def drop_lora_layers(backbone: Any) -> None:
+    """Removes what a backbone knows about its LoRA pairs."""
+    for name in ("_lora_enabled_layers", "_lora_rank"):
+        if hasattr(backbone, name):
+            delattr(backbone, name)
+
+
 def automatic_name(cls: type) -> str:
     """The name, up to its number, that Keras gives to objects of a class without one."""
     return to_snake_case(cls.__name__)

@@ -225,6 +225,10 @@ class Framework:
         """The model's own forward pass (`what="forward"`) or loss (`"train"`), if the framework provides one."""
         return None
 
+    def tensors(self) -> Mapping[str, Any]:
+        """The tensors of the checkpoint that the model was built with, by name."""
+        return {}
+
     def lora_pairs(self, variables: Mapping[str, AbstractVariable]) -> list[LoraPair]:
         """The LoRA pairs among the model's variables."""
         return named_pairs({path: variable.shape for path, variable in variables.items()})

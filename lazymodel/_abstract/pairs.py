@@ -44,6 +44,7 @@ class LoraPair:
             the base are one axis of a factor, their numbers follow each other. There are several alternatives, the
             likeliest first, if only shapes are known.
         scale: The model's own factor, such as `alpha / rank`; None if it is not known.
+        tied: True if the variable is an embedding that is also the output projection.
     """
 
     base: str
@@ -52,6 +53,7 @@ class LoraPair:
     shape: _Shape
     axes: tuple[tuple[Axes, Axes], ...]
     scale: float | None = None
+    tied: bool = False
 
 
 def lora_pairs(model: Any) -> list[LoraPair]:

@@ -393,3 +393,16 @@ def _by_tensor(
         axis, unit = (0, 1) if place.by_rows else (1, math.prod(place.shape[2:]))
         shape = (*place.shape[:axis], (hi - lo) // unit, *place.shape[axis + 1 :])
         yield name, LowRank(a, b, scale, flipped, shape)
+
+
+def of_rank(low: LowRank, rank: int) -> tuple[LowRank, float]:
+    """The product of a lower rank that is closest to this one, and its relative error; reads the factors.
+
+    By the theorem of Eckart and Young it is that of the largest singular values. The product itself is not computed.
+    """
+    (left, upper), (right, lower) = (np.linalg.qr(np.asarray(factor, np.float64)) for factor in (low.b, low.a))
+    outputs, sizes, inputs = np.linalg.svd(upper @ lower.T, full_matrices=False)
+    root = np.sqrt(sizes[:rank])
+    b, a = (left @ outputs[:, :rank] * root, right @ inputs[:rank].T * root)
+    error = float(np.linalg.norm(sizes[rank:]) / (np.linalg.norm(sizes) or 1))
+    return dataclasses.replace(low, a=lazy(a.astype(np.float32)), b=lazy(b.astype(np.float32))), error

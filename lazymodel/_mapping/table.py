@@ -36,6 +36,7 @@ from lazymodel._mapping.entry import (
 )
 from lazymodel._mapping.match import MappedCheckpoint, described, given_checkpoint, initial_value, refuse_adapter
 from lazymodel._mapping.pairs import LowRank, PairSource, pair_products, pair_values
+from lazymodel._mapping.recorded import recorded
 from lazymodel._mapping.suggest import suggest
 from lazymodel._show.text import LISTED, closest, first_lines, fold, grouped_names, listed, unnumbered
 from lazymodel._tensors.lazy import LazyTensor, lazy
@@ -174,6 +175,30 @@ class WeightMap:
             found.unsure.setdefault(mapping._find(path)[0][0], f"does not fit:{text}")
         mapping.unsure = found.unsure
         mapping._notes = (("No tensor was found for", found.missing), ("No variable was found for", found.unused))
+        return mapping
+
+    @staticmethod
+    def recorded(abstract: Mapping[str, AbstractVariable]) -> WeightMap:
+        """The table of what an abstract model loads its variables from, as its loader read them; nothing is read.
+
+        `lazymodel_keras.abstract_from_preset` returns such a model: of a Hugging Face folder, this is the table of
+        KerasHub's converter. `str` of it ends with the variables for which there is no entry, such as sums of tensors.
+
+        Args:
+            abstract: The abstract model.
+
+        Raises:
+            LazyModelError: It is not one, or it loads no variables.
+        """
+        entries, left = recorded(_abstract(abstract).sources, _abstract(abstract).framework.tensors())
+        if not any(entries.values()):
+            raise LazyModelError(
+                f"{_abstract(abstract).name} loads no variables by itself; lm.WeightMap.suggest(checkpoint, abstract) "
+                "proposes a table"
+            )
+        unused = [tensor.name for tensor in _abstract(abstract).unused]
+        mapping = WeightMap({path: entries.get(path) for path in abstract if path not in left}, ignore=unused)
+        mapping._notes = (("No entry makes", left),)
         return mapping
 
     def check(self, checkpoint: Any, abstract: Any) -> MappingReport:
@@ -399,6 +424,14 @@ class WeightMap:
         for what, names in self._notes:
             lines += [f"# {what}:", *(f"#   {name}" for name in names)] if names else []
         return "\n".join(lines)
+
+
+def _abstract(given: Any) -> ModelSpec:
+    if not isinstance(given, ModelSpec):
+        raise LazyModelError(
+            f"a table is for an abstract model here, as lm.build_abstract returns it; got {type(given).__name__}"
+        )
+    return given
 
 
 def _variables(given: Any) -> Mapping[str, AbstractVariable]:

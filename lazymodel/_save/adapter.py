@@ -15,14 +15,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import jax
 import numpy as np
 
 from lazymodel._abstract.framework import ModelSpec
 from lazymodel._abstract.pairs import lora_pairs, with_scale
 from lazymodel._abstract.variable import lazy_array
 from lazymodel._adapters import CONFIG, EMBEDDINGS, FILES, PREFIX
-from lazymodel._errors import LazyModelError
-from lazymodel._mapping.pairs import LowRank
+from lazymodel._errors import LazyModelError, warn
+from lazymodel._mapping.pairs import LowRank, of_rank
 from lazymodel._mapping.table import WeightMap
 from lazymodel._remote.url import is_url
 from lazymodel._save.atomic import carry_over, writing
@@ -41,10 +42,11 @@ def save_adapter(
     mapping: WeightMap | None = None,
     base: str | None = None,
     scale: float | None = None,
+    rank: int | None = None,
     max_host_memory: int | str | None = None,
     progress: bool | Progress | Callable[[int, int], object] | None = None,
     overwrite: bool = False,
-) -> None:
+) -> dict[str, float]:
     """Writes a model's LoRA pairs as an adapter that PEFT and vLLM load: `adapter_config.json` and its tensors.
 
     The base is not written. The factors are written with their own dtypes and bits; the model's factor of `a @ b`
@@ -58,9 +60,15 @@ def save_adapter(
             its factors. None if variables have the names and shapes of the base's tensors.
         base: The base model's name on a hub, or its path, for `base_model_name_or_path`.
         scale: As of `WeightMap.adapters`.
+        rank: The highest rank of a product. One of a higher rank, such as the `heads * r` of KerasHub's queries, whose
+            pair multiplies each head by itself, becomes the closest product of this rank. None writes all as they are.
         max_host_memory: As of `save`, in bytes or `"1GiB"`.
         progress: As of `save`.
         overwrite: Whether an adapter that is there already is replaced.
+
+    Returns:
+        Module → relative error of its product, for those that `rank` changed: the norm of the difference, divided by
+            that of the product.
 
     Raises:
         LazyModelError: The model has no pairs, their scale is unknown, the table has no entry for the base of one, or
@@ -71,6 +79,7 @@ def save_adapter(
         >>> weights = lm.WeightMap({"up/kernel": lm.From("up.weight").T})
         >>> up = {"kernel": np.zeros((64, 256)), "lora_a": np.ones((64, 4)), "lora_b": np.ones((4, 256))}
         >>> lm.save_adapter({"up": up}, "tuned", mapping=weights, base="example/base", scale=2.0)
+        {}
         >>> lm.open_adapter("tuned")
         Adapter('tuned/adapter_model.safetensors': LoRA of rank 4, alpha 8, 1 module (up), for example/base)
     """
@@ -86,13 +95,34 @@ def save_adapter(
     arrays = {path: lazy_array(path, values[path]) for pair in pairs for path in (pair.a, pair.b)}
     table = WeightMap({pair.base: pair.base for pair in pairs}) if mapping is None else mapping
     added = {name.replace("/", "."): low for name, low in table.write_pairs(pairs, arrays).items()}
+    errors = {} if rank is None else _limit(added, rank)
     others = {path: np.shape(array) for path, array in values.items() if path not in arrays}
     known = others if mapping is None else mapping.tensor_names(others)
     tensors, config = _adapter(added, {name.replace("/", ".") for name in known}, base)
     options = SaveOptions(
         None, parse_budget(max_host_memory, default_budget(tensors)), {"format": "pt"}, progress_for(progress)
     )
+    if tied := [pair.base for pair in pairs if pair.tied]:
+        config["ensure_weight_tying"] = True  # without, PEFT adds it to the embeddings only
+        warn(
+            f"save_adapter: {tied[0]!r} is also the output projection. PEFT's models compute with its pair in both "
+            "places, but merge_and_unload adds it twice; lm.merge adds it once"
+        )
     write_to(lambda: _AdapterFolder(Path(folder), tensors, config, options), shardings, options, overwrite=overwrite)
+    return errors
+
+
+def _limit(added: dict[str, LowRank], rank: int) -> dict[str, float]:
+    """Replaces products of a higher rank; returns the relative errors by module."""
+    if isinstance(cast(Any, rank), bool) or not isinstance(cast(Any, rank), int) or rank < 1:
+        raise LazyModelError(f"save_adapter: expected a positive integer as rank, found {rank!r}")
+    if jax.process_count() > 1:
+        raise LazyModelError("save_adapter: rank needs whole factors in one process; leave it out, or save in one")
+    higher = [name for name, low in added.items() if low.a.shape[1] > rank]
+    errors: dict[str, float] = {}
+    for name in higher:
+        added[name], errors[name.removesuffix(".weight")] = of_rank(added[name], rank)
+    return errors
 
 
 class _AdapterFolder(WholeFolder):

@@ -65,6 +65,12 @@ def main() -> None:
     with lk.distribution(mesh, "data").scope():
         outcome["losses"] = model.fit(x, y, batch_size=8, epochs=2, verbose=0, shuffle=False).history["loss"]
     lm.save(model, folder / "trained.safetensors")
+    lk.enable_lora(model, 2, ".*/kernel")
+    for variable in model.trainable_variables:
+        if "lora" in variable.path:
+            variable.assign(np.ones(variable.shape))
+    lk.merge_lora(model)
+    lm.save(model, folder / "merged.safetensors")
     (folder / f"outcome-{process}.json").write_text(json.dumps(outcome))
 
 
@@ -88,6 +94,8 @@ def test_two_processes_load_train_and_save_one_model(tmp_path: Path) -> None:
     saved = load_file(tmp_path / "trained.safetensors")
     kernel = next(value for value in saved.values() if value.shape == (WIDTH, WIDTH))
     assert not np.array_equal(kernel, np.load(tmp_path / "kernel-0.npy"))
+    merged = load_file(tmp_path / "merged.safetensors")
+    np.testing.assert_array_equal(next(value for value in merged.values() if value.shape == (WIDTH, WIDTH)), kernel + 2)
 
 
 if __name__ == "__main__":

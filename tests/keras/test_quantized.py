@@ -132,3 +132,11 @@ def test_what_is_left_of_a_quantized_folder(tmp_path: Path) -> None:
         abstract = lk.abstract_from_preset(MODELS["llama"][0], made, strict=False)
     assert len(abstract.unused) == 18
     assert f"{Q}.weight" in [tensor.name for tensor in abstract.unused]
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "pack-4-zero", "awq"])
+def test_its_recorded_table_is_that_of_the_plain_folder(form: str, tmp_path: Path) -> None:
+    made, plain = folders(tmp_path, "llama", FORMS[form])
+    tables = [lm.WeightMap.recorded(lk.abstract_from_preset(MODELS["llama"][0], folder)) for folder in (made, plain)]
+    assert str(tables[0]) == str(tables[1])
+    assert "self_attn.q_proj.weight" in str(tables[0])

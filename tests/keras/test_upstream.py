@@ -205,3 +205,47 @@ def test_a_converter_is_what_the_loader_of_hugging_face_folders_asks_for() -> No
     )
     config |= {"num_key_value_heads": 8, "tie_word_embeddings": False, "rope_theta": 1e4}
     assert "layer_norm_epsilon" not in _upstream.converter("llama3").convert_backbone_config(config)
+
+
+LORA_LAYERS: dict[str, Any] = {
+    "dense": lambda: keras.layers.Dense(4, name="layer"),
+    "einsum": lambda: keras.layers.EinsumDense("ab,bcd->acd", (2, 4), bias_axes="d", name="layer"),
+    "embedding": lambda: keras.layers.Embedding(3, 4, name="layer"),
+    "reversible": lambda: keras.layers.ReversibleEmbedding(3, 4, name="layer"),
+    "convolution": lambda: keras.layers.Conv1D(4, 2, name="layer"),
+}
+
+
+@pytest.mark.parametrize("name", [*LORA_LAYERS, "dense int8", "einsum int8", "reversible int8"])
+def test_a_layer_without_its_lora_pair_is_as_before(name: str) -> None:
+    kind, _, quantize = name.partition(" ")
+    layer = LORA_LAYERS[kind]()
+    layer.build((2, 5, 3) if kind == "convolution" else (2, 3))
+    if quantize:
+        layer.quantize(quantize)
+    before = {**vars(layer)}
+    variables = [(id(v), v.trainable) for v in layer.variables]
+    assert _upstream.lora_variables(layer) is None
+    layer.enable_lora(2, lora_alpha=3)
+    weight, *pair = found = _upstream.lora_variables(layer) or []
+    assert len(found) == 3 and weight.name in ("kernel", "embeddings")
+    assert [v.path for v in pair] == [f"layer/lora_{weight.name}_{side}" for side in "ab"]
+    if quantize:
+        (kernel, value), (scale, new) = _upstream.requantized(layer)
+        assert kernel is weight and scale.path == f"{weight.path}_scale"
+        np.testing.assert_array_equal(value, kernel)  # b is zero
+        np.testing.assert_allclose(new, scale, rtol=1e-5)
+    _upstream.drop_lora(layer)
+    assert [(id(v), v.trainable) for v in layer.variables] == variables
+    assert all(value is before.get(name) for name, value in vars(layer).items() if name != "lora_alpha")
+    layer.enable_lora(1)
+
+
+def test_a_backbone_forgets_its_lora_layers() -> None:
+    config = {"vocabulary_size": 8, "num_layers": 1, "num_heads": 1, "hidden_dim": 2, "intermediate_dim": 2}
+    backbone = keras_hub.models.BertBackbone(**config)
+    before = set(vars(backbone))
+    backbone.enable_lora(1)
+    assert len(backbone._lora_enabled_layers) == 2 and backbone._lora_rank == 1
+    _upstream.drop_lora_layers(backbone)
+    assert set(vars(backbone)) == before

@@ -19,6 +19,7 @@ import itertools
 import math
 import os
 import time
+from collections import ChainMap
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -30,6 +31,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from lazymodel import AbstractModel, CheckpointError, LazyModelError, LazyTensor
 from lazymodel._abstract.framework import Framework, LoweredFunction, ModelSpec, Optimized, PlannedFunction
+from lazymodel._abstract.pairs import LoraPair
 from lazymodel._abstract.variable import (
     AbstractVariable,
     Reason,
@@ -46,7 +48,7 @@ from lazymodel._show.progress import Span
 from lazymodel._show.text import first_of, format_bytes, listed
 from lazymodel_keras import _upstream
 from lazymodel_keras._model.compiled import check, first_batch, holding, inputs_of, lower
-from lazymodel_keras._model.layers import Filters, add_lora, check_lora, check_quantization, quantize
+from lazymodel_keras._model.layers import Filters, add_lora, check_lora, check_quantization, lora_pairs, quantize
 from lazymodel_keras._record.initializers import LARGE, GivenValue
 from lazymodel_keras._record.recording import RecordedVariable, Recording, record, session
 
@@ -313,6 +315,13 @@ class KerasModel(Framework):
     def lora(self, model: Any, rank: Any, targets: str | None, inputs: Any) -> AbstractModel[Any]:
         check_lora(rank, targets, inputs)
         return self._changed(model, "lora", lambda built: add_lora(built, rank, targets))
+
+    def tensors(self) -> Mapping[str, Any]:
+        return ChainMap(*(file.tensors for file in self.recording.files.values()))
+
+    def lora_pairs(self, variables: Mapping[str, AbstractVariable]) -> list[LoraPair]:
+        own = self.unfilled().variables
+        return lora_pairs(self.result, {id(variable): path for path, (variable, _) in own.items()})
 
     def _changed(self, model: ModelSpec, step: str, change: Callable[[Any], None]) -> AbstractModel[Any]:
         changes = {

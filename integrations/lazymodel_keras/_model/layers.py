@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -17,6 +17,7 @@ import numpy as np
 
 from lazymodel import AbstractVariable, LazyModelError, LazyTensor
 from lazymodel._abstract.framework import Framework, ModelSpec
+from lazymodel._abstract.pairs import RANK, LoraPair
 from lazymodel._mapping.match import lazy_values
 from lazymodel._programs.programs import InitRecipe
 from lazymodel._show.text import closest
@@ -80,6 +81,24 @@ def add_lora(model: Any, rank: int, targets: str | None) -> None:
         _upstream.set_lora_layers(backbone, selected, rank)
     except (ValueError, NotImplementedError) as error:  # a constraint on the kernel, or LoRA already
         raise LazyModelError(f"LoRA cannot be enabled on {model.name}: {error}") from error
+
+
+def lora_pairs(result: Any, paths: Mapping[int, str]) -> list[LoraPair]:
+    """The LoRA pairs of the layers of a Keras object, or of several; `paths` are those of variables by `id`."""
+    objects = result if isinstance(result, list | tuple) else (result,)
+    roots = [each for each in objects if isinstance(each, keras.layers.Layer)]
+    layers = {id(layer): layer for root in roots for layer in _upstream.flat_layers(root)}
+    found: list[LoraPair] = []
+    for layer in layers.values():
+        if getattr(layer, "lora_enabled", False) and (variables := _upstream.lora_variables(layer)) is not None:
+            weight, a, b = variables
+            shape, last = (*a.shape[:-1], b.shape[-1]), len(a.shape) - 1  # int4 kernels are packed
+            axes = (*range(last), RANK), (RANK, last)
+            scale = layer.lora_alpha / layer.lora_rank
+            tied = getattr(layer, "tie_weights", False)
+            found.append(LoraPair(paths[id(weight)], paths[id(a)], paths[id(b)], shape, (axes,), scale, tied))
+    places = {path: place for place, path in enumerate(paths.values())}
+    return sorted(found, key=lambda pair: places[pair.base])
 
 
 def held_lazily(value: Any) -> LazyTensor | None:
