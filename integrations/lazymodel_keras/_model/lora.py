@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from lazymodel import LazyModelError
-from lazymodel._sharding.shard import lora_shardings
+from lazymodel._sharding.follow import lora_shardings
 from lazymodel_keras import _upstream
 from lazymodel_keras._model.keras_object import replace
 
