@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from lazymodel._errors import LazyModelError
 from lazymodel._tensors.boxes import box_key, c_strides
-from lazymodel._tensors.buffers import Convert, Steps
+from lazymodel._tensors.buffers import Steps
 from lazymodel._tensors.lazy import ConcatenatedTensor
 from lazymodel._tensors.tensor_source import ArrayTensor, TensorSource, View
 
@@ -117,6 +117,7 @@ class Copy:
     extents: _Shape
     of: Place | None
     to: Place
+    dtype: np.dtype[Any]  # of the source's elements
     steps: Steps  # the conversions in between
 
     def order(self, *, every: bool = False) -> list[int]:
@@ -130,6 +131,12 @@ class Copy:
     def source_order(self) -> list[int]:
         """The axes in the source's order."""
         return [k for k in self._by(cast(Place, self.of)) if cast(Place, self.of).axes[k][0] >= 0]
+
+    def moving(self) -> tuple[int, np.dtype[Any]]:
+        """The conversions before it moves, and its dtype then: the first with the fewest bytes."""
+        dtypes = [self.dtype, *(step.dtype for step in self.steps)]
+        best = 0 if self.of is None else min(range(len(dtypes)), key=lambda n: dtypes[n].itemsize)
+        return best, dtypes[best]
 
     def _by(self, place: Place) -> list[int]:
         return sorted(range(len(self.extents)), key=lambda k: (place.axes[k][0], -place.axes[k][1]))
@@ -155,7 +162,16 @@ def copies_of(path: str, tensor: View, shape: _Shape) -> tuple[tuple[str, ...], 
             values = source.array.ravel()
             if values.size and (values == values[0]).all():
                 to = _placed(strided, target, shape, 2)
-                found.append(Copy(values[0].item(), tuple(n for n, _, _ in to[2]), None, Place(shape, *to[:2]), steps))
+                found.append(
+                    Copy(
+                        values[0].item(),
+                        tuple(n for n, _, _ in to[2]),
+                        None,
+                        Place(shape, *to[:2]),
+                        source.dtype,
+                        steps,
+                    )
+                )
                 return
         elif isinstance(source, Variable):
             of = _placed(strided, first, source.shape, 1)
@@ -163,7 +179,9 @@ def copies_of(path: str, tensor: View, shape: _Shape) -> tuple[tuple[str, ...], 
             of = _placed(to[2], first, source.shape, 1)  # the same, with axes divided for the target as well
             number = names.setdefault(source.name, len(names))
             extents = tuple(n for n, _, _ in of[2])
-            found.append(Copy(number, extents, Place(source.shape, *of[:2]), Place(shape, *to[:2]), steps))
+            found.append(
+                Copy(number, extents, Place(source.shape, *of[:2]), Place(shape, *to[:2]), source.dtype, steps)
+            )
             return
         elif isinstance(source, ConcatenatedTensor):
             origin, places, strided = _placed(strided, first, source.shape, 1)
@@ -171,9 +189,14 @@ def copies_of(path: str, tensor: View, shape: _Shape) -> tuple[tuple[str, ...], 
             for part, box in source.places():
                 for ranges in middle.within(extents, tuple((each.start, each.stop) for each in box)):
                     starts = [low for low, _ in ranges]
-                    own = [o + sum(s * low for (d, s), low in zip(places, starts, strict=True) if d == dimension)
-                           for dimension, o in enumerate(origin)]
-                    inner = [(high - low, d, s, to) for (low, high), (d, s), (_, _, to) in zip(ranges, places, strided, strict=True)]
+                    own = [
+                        o + sum(s * low for (d, s), low in zip(places, starts, strict=True) if d == dimension)
+                        for dimension, o in enumerate(origin)
+                    ]
+                    inner = [
+                        (high - low, d, s, to)
+                        for (low, high), (d, s), (_, _, to) in zip(ranges, places, strided, strict=True)
+                    ]
                     begin = target + sum(low * to for low, (_, _, to) in zip(starts, strided, strict=True))
                     add(part, [o - each.start for o, each in zip(own, box, strict=True)], inner, begin, steps)
             return
@@ -192,7 +215,9 @@ def copies_of(path: str, tensor: View, shape: _Shape) -> tuple[tuple[str, ...], 
     return tuple(names), tuple(found)
 
 
-def _placed(axes: _Strided, first: int, shape: _Shape, side: int) -> tuple[_Shape, tuple[tuple[int, int], ...], _Strided]:
+def _placed(
+    axes: _Strided, first: int, shape: _Shape, side: int
+) -> tuple[_Shape, tuple[tuple[int, int], ...], _Strided]:
     """Divides axes so that each moves along one dimension of an array of this shape, given by strides on one side.
 
     Returns the index of the first element, the dimension and the step of each axis, and the axes. Raises ValueError if
@@ -240,18 +265,10 @@ class Slot:
     cut: tuple[_Shape, _Shape]  # the shape of the source's shard with dimensions split, and the extents of the piece
     put: tuple[_Shape, _Shape]  # the same of the target's
 
-    def nbytes(self, copy: Copy, dtypes: Sequence[np.dtype[Any]]) -> int:
+    def nbytes(self, copy: Copy) -> int:
         """Bytes of the piece while it moves."""
-        if copy.of is None:
-            return 0
-        return math.prod(self.lens[k] for k in copy.order()) * narrowest(dtypes[int(cast(Any, copy.source))], copy)[1].itemsize
-
-
-def narrowest(dtype: np.dtype[Any], copy: Copy) -> tuple[int, np.dtype[Any]]:
-    """The number of conversions before a piece moves, and its dtype then: the first with the fewest bytes."""
-    dtypes = [dtype, *(step.dtype for step in copy.steps)]
-    best = min(range(len(dtypes)), key=lambda n: dtypes[n].itemsize)
-    return best, dtypes[best]
+        own = 0 if copy.of is None else copy.moving()[1].itemsize
+        return math.prod(self.lens[k] for k in copy.order()) * own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,7 +286,6 @@ class Route:
     """How a variable gets its value; variables of the same form share one."""
 
     copies: tuple[Copy, ...]
-    dtypes: tuple[np.dtype[Any], ...]  # of the sources
     sources: tuple[Sharding, ...]
     target: Sharding
     rounds: tuple[Round, ...]
@@ -280,7 +296,7 @@ class Route:
 
     def round_nbytes(self, each: Round) -> int:
         """Bytes of one pair of a round."""
-        return sum(slot.nbytes(self.copies[slot.copy], self.dtypes) for slot in each.slots)
+        return sum(slot.nbytes(self.copies[slot.copy]) for slot in each.slots)
 
     @property
     def order(self) -> tuple[Any, ...]:
@@ -306,9 +322,7 @@ def device_order(sharding: Sharding) -> tuple[Any, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def route(
-    copies: tuple[Copy, ...], dtypes: tuple[np.dtype[Any], ...], sources: tuple[Sharding, ...], target: Sharding
-) -> Route:
+def route(copies: tuple[Copy, ...], sources: tuple[Sharding, ...], target: Sharding) -> Route:
     """Decides for each element of each shard of the target from which device it comes: its own if possible."""
     there = device_order(target)
     here = device_order(sources[0]) if sources else there
@@ -334,7 +348,7 @@ def route(
                             senders = given[of]
                             best = min(senders, key=lambda s: (s != kept[receiver], _apart(digits, s, receiver)))
                             pairs[best, receiver] += found
-    return Route(copies, dtypes, sources, target, tuple(_rounds(pairs, kept, digits)))
+    return Route(copies, sources, target, tuple(_rounds(pairs, kept, digits)))
 
 
 def _rounds(pairs: Any, kept: Sequence[int], digits: _Shape) -> Iterator[Round]:

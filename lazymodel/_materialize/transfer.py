@@ -11,25 +11,28 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, Self, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from lazymodel._abstract.variable import is_offloaded, on_device
 from lazymodel._devices.hardware import compile_lowered
 from lazymodel._errors import LazyModelError
-from lazymodel._materialize.pieces import Copy, Round, Route, Slot, device_order, narrowest, route
-from lazymodel._programs.jaxprs import as_keys, is_key, key_impl, stored_as, with_shards
-from lazymodel._tensors.buffers import Arithmetic, Convert
+from lazymodel._materialize.pieces import Copy, Round, Route, Slot, device_order, route
+from lazymodel._programs.jaxprs import as_keys, is_key, stored_as, with_shards
 from lazymodel._show.text import grouped_by, listed
+from lazymodel._tensors.buffers import Arithmetic, Convert
 from lazymodel._tensors.shards import grouped, spec_axes
 
+_Start: TypeAlias = "tuple[bool, int]"  # True and a column of a table with a row for each device, or False and a number
+_Starts: TypeAlias = "tuple[_Start, ...]"
 _Recipe: TypeAlias = "tuple[tuple[Route, tuple[int, ...]], ...]"  # of each target, its route and its arguments
 
 
@@ -40,6 +43,11 @@ class Array:
     shape: tuple[int, ...]
     dtype: Any
     sharding: Sharding
+
+    @classmethod
+    def of(cls, array: jax.Array) -> Self:
+        """The description of a live array."""
+        return cls(tuple(array.shape), array.dtype, array.sharding)
 
     @functools.cached_property
     def struct(self) -> jax.ShapeDtypeStruct:
@@ -76,12 +84,11 @@ def routed(moves: Iterable[Move], sources: Mapping[str, Array]) -> dict[str, Rou
                 f"{move.path!r} is made of variables on different devices ({listed(map(repr, move.names))}: "
                 f"{listed(map(str, orders.values()))}): put them on one mesh"
             )
-        dtypes = tuple(stored_as(each.shape, each.dtype)[1] for each in given)
-        routes[move.path] = route(move.copies, dtypes, tuple(each.sharding for each in given), move.target.sharding)
+        routes[move.path] = route(move.copies, tuple(each.sharding for each in given), move.target.sharding)
     return routes
 
 
-def groups(moves: Sequence[Move], sources: Mapping[str, Array], limit: int, *, reuse: bool) -> list[Group]:
+def grouped_moves(moves: Sequence[Move], sources: Mapping[str, Array], limit: int, *, reuse: bool) -> list[Group]:
     """The groups in which variables move, each with at most `limit` bytes of a device in buffers if possible.
 
     Variables of one kind are divided evenly, so that their groups share a program.
@@ -119,11 +126,14 @@ class Group:
 
     Attributes:
         sources, targets: The paths of the arrays that it takes, and of those that it gives.
+        wanted: Descriptions of those that it gives.
     """
 
-    def __init__(self, recipe: _Recipe, sources: Mapping[str, Array], targets: Mapping[str, Array], reuse: bool) -> None:
+    def __init__(
+        self, recipe: _Recipe, sources: Mapping[str, Array], targets: Mapping[str, Array], reuse: bool
+    ) -> None:
         self.sources, self.targets = tuple(sources), tuple(targets)
-        self.recipe = recipe
+        self.wanted = tuple(targets.values())
         self.program = _program(recipe, tuple(sources.values()), tuple(targets.values()), reuse)
 
     @property
@@ -145,7 +155,7 @@ class _Program:
     """
 
     def __init__(self, recipe: _Recipe, sources: Sequence[Array], targets: Sequence[Array], reuse: bool) -> None:
-        self._targets, self._reuse = targets, reuse
+        self._empty = any(not math.prod(each.shape) for each in targets)
         parts = _Parts(recipe, sources, targets)
         here = recipe[0][0].order
         self._there = device_order(targets[0].sharding)
@@ -156,7 +166,7 @@ class _Program:
         donated = {"donate_argnums": 1, "keep_unused": True}
         if both is not None:
             function = jax.jit(functools.partial(parts.all, both), out_shardings=wanted, **cast(Any, donated))
-            self.compiled = [_compiled(function, *structs)]
+            programs = [_compiled(function, *structs)]
         else:
             alone = [device for device in (*here, *self._there) if device.process_index != jax.process_index()]
             if alone:
@@ -167,38 +177,49 @@ class _Program:
                 )
             cut, join = _mesh(here, given), _mesh(self._there, wanted)
             self._flat = NamedSharding(join, PartitionSpec(join.axis_names))
-            function = jax.jit(functools.partial(parts.cut, cut), out_shardings=NamedSharding(cut, PartitionSpec(cut.axis_names)))
-            self.compiled = [_compiled(function, structs[0])]
-            moving = [(each.pairs, size, dtype) for each in parts.exchanges for dtype, size in each.buffers().items()]
+            function = jax.jit(
+                functools.partial(parts.cut, cut), out_shardings=NamedSharding(cut, PartitionSpec(cut.axis_names))
+            )
+            programs = [_compiled(function, structs[0])]
+            self._moving = [(self._senders(each.pairs), buffer) for each in parts.exchanges for buffer in each.buffers]
             count = len(self._there)
-            buffers = [jax.ShapeDtypeStruct((count * size,), dtype, sharding=self._flat) for _, size, dtype in moving]
+            buffers = [
+                jax.ShapeDtypeStruct(buffer.over(count), buffer.dtype, sharding=self._flat)
+                for _, buffer in self._moving
+            ]
             function = jax.jit(functools.partial(parts.join, join), out_shardings=wanted, **cast(Any, donated))
-            self.compiled.append(_compiled(function, buffers, structs[1]))
-            self._moves = [self._senders(pairs) for pairs, _, _ in moving]
-            self._sizes = [(size, dtype) for _, size, dtype in moving]
+            programs.append(_compiled(function, buffers, structs[1]))
+        self.compiled, self._calls = zip(*programs, strict=True)
         extra = 0
         for compiled in self.compiled:
             memory = compiled.memory_analysis()
             extra += int(memory.temp_size_in_bytes) if memory else 0
         if both is None:
-            extra += 2 * sum(size * dtype.itemsize for size, dtype in self._sizes)
+            extra += 2 * sum(buffer.nbytes for _, buffer in self._moving)
         self.nbytes = extra
 
     def __call__(self, sources: Sequence[jax.Array], old: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        results = self._run(list(sources), list(old))
+        return [with_shards(array) for array in results] if self._empty else results
+
+    def _run(self, sources: list[jax.Array], old: list[jax.Array]) -> Sequence[jax.Array]:
         if len(self.compiled) == 1:
-            return self.compiled[0](list(sources), list(old))
-        cut = self.compiled[0](list(sources))
+            return self._calls[0](sources, old)
+        cut = self._calls[0](sources)
         shards: list[Any] = []
-        for buffer, senders, (size, dtype) in zip(cut, self._moves, self._sizes, strict=True):
-            shards += [np.zeros(size, dtype) if sender is None else buffer.addressable_data(sender) for sender in senders]
+        for array, (senders, buffer) in zip(cut, self._moving, strict=True):
+            for sender in senders:
+                none = sender is None
+                shards.append(np.zeros(buffer.shape, buffer.dtype) if none else array.addressable_data(sender))
         del cut
         count = len(self._there)
-        moved = jax.device_put(shards, list(self._there) * len(self._sizes))
+        moved = jax.device_put(shards, list(self._there) * len(self._moving))
         buffers = [
-            jax.make_array_from_single_device_arrays((count * size,), self._flat, moved[n * count : (n + 1) * count])
-            for n, (size, _) in enumerate(self._sizes)
+            jax.make_array_from_single_device_arrays(buffer.over(count), self._flat, moved[n * count : (n + 1) * count])
+            for n, (_, buffer) in enumerate(self._moving)
         ]
-        return self.compiled[1](buffers, list(old))
+        del shards, moved
+        return self._calls[1](buffers, old)
 
     def _senders(self, pairs: Sequence[tuple[int, int]]) -> list[int | None]:
         """The position of the device that sends to each one."""
@@ -211,8 +232,13 @@ def _program(recipe: _Recipe, sources: tuple[Array, ...], targets: tuple[Array, 
     return _Program(recipe, sources, targets, reuse)
 
 
-def _compiled(function: Any, *structs: Any) -> jax.stages.Compiled:
-    return compile_lowered(function.lower(*structs), "the program that moves variables")
+def _compiled(function: Any, *structs: Any) -> tuple[jax.stages.Compiled, Any]:
+    """The compiled program, and what to call: JAX passes elements of less than a byte to jitted functions only."""
+    compiled = compile_lowered(function.lower(*structs), "the program that moves variables")
+    narrow = any(
+        not is_key(each.dtype) and jax.dtypes.itemsize_bits(each.dtype) < 8 for each in jax.tree.leaves(structs)
+    )
+    return compiled, function if narrow else compiled
 
 
 # Tracing --------------------------------------------------------------------------------------------------------------
@@ -228,8 +254,8 @@ class _Item:
     slot: Slot
     after: int  # the conversions before it moves
     dtype: np.dtype[Any]  # in which it moves
-    cut: Sequence[int] | slice  # the same on all devices, or columns of a table with a row for each device
-    put: Sequence[int] | slice
+    cut: _Starts
+    put: _Starts
 
     @property
     def shape(self) -> list[int]:
@@ -238,33 +264,62 @@ class _Item:
 
     def constant(self) -> Any:
         """The value of all its elements, if it is no part of a variable."""
-        return jnp.asarray(np.asarray(self.copy.source))
+        return _bits(jnp.asarray(np.asarray(self.copy.source, self.dtype)))
 
     def taken(self, local: Any, row: Any) -> Any:
         """The piece of a source's shard, as it moves."""
         whole, extents = self.slot.cut
-        piece = local.reshape(whole)
+        # As bits, unless it is computed with: XLA may move small floats through wider ones, which changes NaNs.
+        piece = (local if self.after else _bits(local)).reshape(whole)
         if extents != whole:
-            piece = lax.dynamic_slice(piece, _starts(self.cut, row), extents)
+            piece = lax.dynamic_slice(piece, _at(self.cut, row), extents)
         order = self.copy.source_order()
         piece = piece.reshape([self.slot.lens[k] for k in order])
         piece = piece.transpose([order.index(k) for k in self.copy.order()])
-        return _converted(piece, self.copy.steps[: self.after])
+        return _bits(_converted(piece, self.copy.steps[: self.after])) if self.after else piece
 
     def given(self, local: Any, piece: Any, row: Any, valid: Any) -> Any:
-        """A target's shard with the piece in it; unchanged where it is not valid."""
+        """The bits of a target's shard with the piece in it; unchanged where it is not valid."""
         whole, extents = self.slot.put
-        piece = _converted(piece, self.copy.steps[self.after :]).astype(local.dtype)
+        if steps := self.copy.steps[self.after :]:
+            piece = _bits(_converted(_of_bits(piece, self.dtype), steps))
         every = [self.slot.lens[k] for k in self.copy.order(every=True)]
         if len(every) > piece.ndim:
             piece = jnp.broadcast_to(jnp.expand_dims(piece, self.copy.repeated()), every)
         piece = piece.reshape(extents)
         if extents == whole and valid is None:
             return piece.reshape(local.shape)
-        starts = _starts(self.put, row)
+        starts = _at(self.put, row)
         if valid is not None:
             piece = jnp.where(valid, piece, lax.dynamic_slice(local.reshape(whole), starts, extents))
         return lax.dynamic_update_slice(local.reshape(whole), piece, starts).reshape(local.shape)
+
+
+# Bytes of a piece from which it moves alone: packing and unpacking larger ones takes longer than one more transfer.
+_ALONE = 64 << 10
+
+
+@dataclasses.dataclass(frozen=True)
+class _Buffer:
+    """An array that a device sends: pieces, by their numbers; and its shape and dtype."""
+
+    numbers: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @classmethod
+    def of(cls, numbers: Sequence[int], items: Sequence[_Item]) -> Self:
+        """The buffer for pieces."""
+        flat = (sum(math.prod(item.shape) for item in items),)
+        return cls(tuple(numbers), (tuple(items[0].shape) or flat) if len(items) == 1 else flat, _wire(items[0].dtype))
+
+    def over(self, count: int) -> tuple[int, ...]:
+        """The shape of the array that consists of those of several devices."""
+        return (count * self.shape[0], *self.shape[1:])
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,38 +329,38 @@ class _Exchange:
     pairs: tuple[tuple[int, int], ...]
     stays: bool
     items: tuple[_Item, ...]
-    valid: slice | None  # the column that is 1 on devices that get something; None if all do
+    valid: _Start | None  # 1 on devices that get something; None if all do
 
-    def buffers(self) -> dict[np.dtype[Any], int]:
-        """The elements of a device that move, by their dtype."""
-        sizes: collections.Counter[np.dtype[Any]] = collections.Counter()
-        for item in self.items:
+    @functools.cached_property
+    def buffers(self) -> tuple[_Buffer, ...]:
+        """The buffers in which the pieces move."""
+        together: dict[Hashable, list[int]] = {}
+        for number, item in enumerate(self.items):
             if item.source is not None:
-                sizes[_wire(item.dtype)] += math.prod(item.shape)
-        return dict(sizes)
+                alone = math.prod(item.shape) * item.dtype.itemsize >= _ALONE
+                together.setdefault(number if alone else _wire(item.dtype).name, []).append(number)
+        return tuple(_Buffer.of(numbers, [self.items[number] for number in numbers]) for numbers in together.values())
 
     def packed(self, pieces: Sequence[Any]) -> list[Any]:
         """The pieces as buffers."""
-        found: dict[Any, list[Any]] = {dtype: [] for dtype in self.buffers()}
-        for item, piece in zip(self.items, pieces, strict=True):
-            if item.source is not None:
-                found[_wire(item.dtype)].append(_bits(piece).ravel())
-        return [each[0] if len(each) == 1 else jnp.concatenate(each) for each in found.values()]
+        found: list[Any] = []
+        for buffer in self.buffers:
+            parts = [pieces[number] for number in buffer.numbers]
+            flat = parts[0] if len(parts) == 1 else jnp.concatenate([part.ravel() for part in parts])
+            found.append(flat.reshape(buffer.shape))
+        return found
 
     def unpacked(self, buffers: Sequence[Any]) -> list[Any]:
         """The pieces from buffers."""
-        left = dict(zip(self.buffers(), buffers, strict=True))
-        starts = dict.fromkeys(left, 0)
-        pieces: list[Any] = []
-        for item in self.items:
-            if item.source is None:
-                pieces.append(item.constant())
-                continue
-            wire, size = _wire(item.dtype), math.prod(item.shape)
-            piece = lax.slice_in_dim(left[wire], starts[wire], starts[wire] + size)
-            starts[wire] += size
-            pieces.append(_of_bits(piece.reshape(item.shape), item.dtype))
-        return pieces
+        pieces: dict[int, Any] = {}
+        for buffer, array in zip(self.buffers, buffers, strict=True):
+            start = 0
+            for number in buffer.numbers:
+                shape = self.items[number].shape
+                part = array if len(buffer.numbers) == 1 else array[start : start + math.prod(shape)]
+                pieces[number] = part.reshape(shape)
+                start += math.prod(shape)
+        return [item.constant() if item.source is None else pieces[number] for number, item in enumerate(self.items)]
 
 
 class _Parts:
@@ -318,56 +373,60 @@ class _Parts:
     def __init__(self, recipe: _Recipe, sources: Sequence[Array], targets: Sequence[Array]) -> None:
         self._sources, self._targets = sources, targets
         here, there = len(recipe[0][0].order), len(device_order(targets[0].sharding))
-        self._tables: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])  # columns, by sender and by receiver
+        # Column → number of the column, by sender and by receiver.
+        self._tables: tuple[dict[tuple[int, ...], int], dict[tuple[int, ...], int]] = ({}, {})
         together: dict[Any, list[tuple[int, Route, tuple[int, ...], Round]]] = collections.defaultdict(list)
-        for number, (route, given) in enumerate(recipe):
-            for each in route.rounds:
-                together[each.pairs, each.stays].append((number, route, given, each))
+        for number, (own, given) in enumerate(recipe):
+            for each in own.rounds:
+                together[each.pairs, each.stays].append((number, own, given, each))
         self.exchanges: list[_Exchange] = []
         for (pairs, stays), members in together.items():
             senders, receivers = zip(*pairs, strict=True)
             items: list[_Item] = []
-            for number, route, given, each in members:
+            for number, own, given, each in members:
                 for slot, starts in zip(each.slots, each.starts, strict=True):
-                    copy = route.copies[slot.copy]
-                    after, dtype = narrowest(route.dtypes[cast(int, copy.source)], copy) if copy.of else (0, np.dtype(bool))
+                    copy = own.copies[slot.copy]
+                    after, dtype = copy.moving()
                     cut, put = zip(*starts, strict=True)
                     source = given[cast(int, copy.source)] if copy.of is not None else None
-                    places = self._column(0, senders, cut, here), self._column(1, receivers, put, there)
-                    items.append(_Item(number, source, copy, slot, after, dtype, *places))
-            valid = cast(slice, self._column(1, receivers, [(1,)] * len(pairs), there, always=True)) if len(pairs) < there else None
+                    begin = tuple(self._start(0, senders, column, here) for column in zip(*cut, strict=True))
+                    end = tuple(self._start(1, receivers, column, there) for column in zip(*put, strict=True))
+                    items.append(_Item(number, source, copy, slot, after, dtype, begin, end))
+            some = np.bincount(receivers, minlength=there)
+            valid = self._start(1, range(there), some.tolist(), there) if len(pairs) < there else None
             self.exchanges.append(_Exchange(pairs, stays, tuple(items), valid))
 
-    def _column(
-        self, side: int, positions: Sequence[int], values: Sequence[Sequence[int]], count: int, *, always: bool = False
-    ) -> Sequence[int] | slice:
-        """Values for devices: themselves if all are equal, otherwise as new columns of a table."""
-        if not always and all(each == values[0] for each in values):
-            return values[0]
-        columns = self._tables[side]
-        rows = np.zeros((len(values[0]), count), np.int32)
-        rows[:, list(positions)] = np.array(values, np.int32).T
-        columns.extend(rows)
-        return slice(len(columns) - len(rows), len(columns))
+    def _start(self, side: int, positions: Sequence[int], values: Sequence[int], count: int) -> _Start:
+        """Numbers for devices: the number if all are equal, otherwise a column of a table."""
+        if all(value == values[0] for value in values):
+            return False, values[0]
+        column = [0] * count
+        for position, value in zip(positions, values, strict=True):
+            column[position] = value
+        return True, self._tables[side].setdefault(tuple(column), len(self._tables[side]))
 
-    def _row(self, side: int, mesh: Mesh) -> Any:
+    def _row(self, side: int, mesh: Mesh) -> list[Any]:
         """The values of the device that runs this."""
         if not self._tables[side]:
-            return None
-        table = jnp.asarray(np.stack(self._tables[side], 1))
-        return lax.dynamic_index_in_dim(table, lax.axis_index(mesh.axis_names), keepdims=False)
+            return []
+        table = np.array([*self._tables[side]], np.int32).T
+        row = lax.dynamic_index_in_dim(jnp.asarray(table), lax.axis_index(mesh.axis_names), keepdims=False)
+        return [row[column] for column in range(table.shape[1])]
 
     def all(self, mesh: Mesh, sources: Sequence[Any], old: Sequence[Any]) -> Any:
         """The whole exchange, in one program."""
 
         def body(sources: Sequence[Any], old: Sequence[Any]) -> Sequence[Any]:
-            row, results = self._row(0, mesh), self._start(old)
+            rows, results = (self._row(0, mesh), self._row(1, mesh)), self._before(old)
             for exchange in self.exchanges:
-                pieces = [item.constant() if item.source is None else item.taken(sources[item.source], row) for item in exchange.items]
+                pieces = [
+                    item.constant() if item.source is None else item.taken(sources[item.source], rows[0])
+                    for item in exchange.items
+                ]
                 if not exchange.stays:
                     moved = [lax.ppermute(each, mesh.axis_names, exchange.pairs) for each in exchange.packed(pieces)]
                     pieces = exchange.unpacked(moved)
-                self._put(exchange, results, pieces, self._row(1, mesh))
+                self._put(exchange, results, pieces, rows[1])
             return results
 
         return self._mapped(mesh, body, sources, old, sources=True)
@@ -378,7 +437,9 @@ class _Parts:
         def body(sources: Sequence[Any]) -> Sequence[Any]:
             row, buffers = self._row(0, mesh), list[Any]()
             for exchange in self.exchanges:
-                pieces = [None if item.source is None else item.taken(sources[item.source], row) for item in exchange.items]
+                pieces = [
+                    None if item.source is None else item.taken(sources[item.source], row) for item in exchange.items
+                ]
                 buffers += exchange.packed(pieces)
             return buffers
 
@@ -391,24 +452,24 @@ class _Parts:
         """The new arrays, from the buffers on the new devices."""
 
         def body(buffers: Sequence[Any], old: Sequence[Any]) -> Sequence[Any]:
-            results, left = self._start(old), list(buffers)
+            row, results, left = self._row(1, mesh), self._before(old), list(buffers)
             for exchange in self.exchanges:
-                count = len(exchange.buffers())
-                self._put(exchange, results, exchange.unpacked(left[:count]), self._row(1, mesh))
+                count = len(exchange.buffers)
+                self._put(exchange, results, exchange.unpacked(left[:count]), row)
                 del left[:count]
             return results
 
         return self._mapped(mesh, body, buffers, old)
 
-    def _start(self, old: Sequence[Any]) -> list[Any]:
-        """The shards before anything is put into them."""
+    def _before(self, old: Sequence[Any]) -> list[Any]:
+        """The bits of the shards before anything is put into them."""
         if old:
-            return list(old)
+            return list(map(_bits, old))
         kinds = [(each.sharding, *stored_as(each.shape, each.dtype)) for each in self._targets]
-        return [jnp.zeros(sharding.shard_shape(shape), dtype) for sharding, shape, dtype in kinds]
+        return [jnp.zeros(sharding.shard_shape(shape), _wire(dtype)) for sharding, shape, dtype in kinds]
 
     def _put(self, exchange: _Exchange, results: list[Any], pieces: Sequence[Any], row: Any) -> None:
-        valid = None if exchange.valid is None else row[exchange.valid][0] > 0
+        valid = None if exchange.valid is None else _at([exchange.valid], row)[0] > 0
         for item, piece in zip(exchange.items, pieces, strict=True):
             results[item.target] = item.given(results[item.target], piece, row, valid)
 
@@ -423,7 +484,8 @@ class _Parts:
         old = [_stored(array, each) for array, each in zip(old, self._targets, strict=True)] if old else []
         in_specs = (own, specs if old else [])
         results = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=specs, check_vma=False)(given, old)
-        return [as_keys(result, each.dtype) for result, each in zip(results, self._targets, strict=True)]
+        kinds = [(each.dtype, stored_as(each.shape, each.dtype)[1]) for each in self._targets]
+        return [as_keys(_of_bits(bits, dtype), own) for bits, (own, dtype) in zip(results, kinds, strict=True)]
 
 
 def _stored(array: Any, of: Array) -> Any:
@@ -432,8 +494,8 @@ def _stored(array: Any, of: Array) -> Any:
     return jax.random.key_data(array) if is_key(of.dtype) else array
 
 
-def _starts(starts: Sequence[int] | slice, row: Any) -> Sequence[Any]:
-    return list(row[starts]) if isinstance(starts, slice) else [np.int32(start) for start in starts]
+def _at(starts: Iterable[_Start], row: Sequence[Any]) -> list[Any]:
+    return [row[number] if varies else np.int32(number) for varies, number in starts]
 
 
 def _converted(piece: Any, steps: Iterable[Convert]) -> Any:
@@ -449,9 +511,7 @@ def _converted(piece: Any, steps: Iterable[Convert]) -> Any:
 
 
 def _wire(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype in which elements move: small ones as integers, as XLA may move small floats through wider ones,
-    which changes signalling NaNs.
-    """
+    """The dtype in which elements move: small ones as integers."""
     bits = jax.dtypes.itemsize_bits(dtype)
     return np.dtype(f"uint{max(bits, 8)}") if bits < 32 else np.dtype(dtype)
 
@@ -482,9 +542,9 @@ def _common_mesh(devices: Sequence[Any], shardings: Iterable[Sharding]) -> Mesh 
             for size in reversed(tuple(sharding.mesh.shape.values())):
                 sizes.add(inner := inner * size)
     chain = sorted(sizes, reverse=True)
-    if any(outer % inner for outer, inner in zip(chain, chain[1:], strict=False)):
+    if any(outer % inner for outer, inner in itertools.pairwise(chain)):
         return None
-    shape = [outer // inner for outer, inner in zip(chain, chain[1:], strict=False)] or [1]
+    shape = [outer // inner for outer, inner in itertools.pairwise(chain)] or [1]
     return Mesh(np.array(devices).reshape(shape), [f"axis{n}" for n in range(len(shape))])
 
 
