@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -328,7 +328,7 @@ def route(copies: tuple[Copy, ...], sources: tuple[Sharding, ...], target: Shard
     here = device_order(sources[0]) if sources else there
     where = {device: position for position, device in enumerate(here)}
     kept = [where.get(device, -1) for device in there]  # the position, as a source, of each receiving device
-    digits = _digits(max(len(here), len(there)))
+    load: collections.Counter[int] = collections.Counter()  # pieces that each device sends
     pairs: dict[tuple[int, int], list[tuple[Slot, _Shape, _Shape]]] = collections.defaultdict(list)
     for number, copy in enumerate(copies):
         holders = _holders(target, copy.to.shape, there)
@@ -345,23 +345,53 @@ def route(copies: tuple[Copy, ...], sources: tuple[Sharding, ...], target: Shard
                     if all(low < high for low, high in common):
                         found = list(_slots(number, copy, common, of, to))
                         for receiver in receivers:
-                            senders = given[of]
-                            best = min(senders, key=lambda s: (s != kept[receiver], _apart(digits, s, receiver)))
+                            own = kept[receiver]
+                            best = min(given[of], key=lambda s: (s != own, load[s], (s - receiver) % len(here)))
+                            load[best] += best != own
                             pairs[best, receiver] += found
-    return Route(copies, sources, target, tuple(_rounds(pairs, kept, digits)))
+    return Route(copies, sources, target, tuple(_rounds(pairs, kept)))
 
 
-def _rounds(pairs: Any, kept: Sequence[int], digits: _Shape) -> Iterator[Round]:
-    """Pairs that are as far apart, send different things to different devices: they can exchange at the same time."""
+def _rounds(pairs: Any, kept: Sequence[int]) -> Iterator[Round]:
+    """Rounds of pairs that exchange pieces of equal form."""
     together: dict[Hashable, list[tuple[int, int]]] = collections.defaultdict(list)
     for (sender, receiver), pieces in pairs.items():
         pieces.sort(key=lambda piece: (piece[0].copy, piece[0].lens, piece[0].cut, piece[0].put))
         stays = sender in (_CONSTANT, kept[receiver])
-        apart = (sender,) if sender == _CONSTANT else () if stays else _apart(digits, sender, receiver)
-        together[stays, apart, tuple(slot for slot, _, _ in pieces)].append((sender, receiver))
+        together[stays, sender == _CONSTANT, tuple(slot for slot, _, _ in pieces)].append((sender, receiver))
     for (stays, _, slots), members in cast(Any, together).items():
-        starts = [tuple((pairs[pair][n][1], pairs[pair][n][2]) for pair in members) for n in range(len(slots))]
-        yield Round(tuple(members), stays, slots, tuple(starts))
+        for matched in [members] if stays else _matchings(members):
+            starts = [tuple((pairs[pair][n][1], pairs[pair][n][2]) for pair in matched) for n in range(len(slots))]
+            yield Round(tuple(matched), stays, slots, tuple(starts))
+
+
+def _matchings(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Divides pairs so that each device sends, and gets, at most once in each part; as few parts as possible.
+
+    This colours the edges of a bipartite graph: where no colour is free at both ends, two are swapped along a path.
+    """
+    ends: tuple[dict[Any, int], dict[Any, int]] = ({}, {})  # (sender, colour) → receiver, and the other way
+
+    def free(side: int, end: int) -> int:
+        return next(colour for colour in itertools.count() if (end, colour) not in ends[side])
+
+    for pair in pairs:
+        colour, other = free(0, pair[0]), free(1, pair[1])
+        path, side, end = list[tuple[int, int, int]](), 1, pair[1]
+        while (following := ends[side].get((end, colour if side else other))) is not None:
+            path.append((side, end, following))
+            side, end = 1 - side, following
+        for side, end, following in path:
+            was = colour if side else other
+            del ends[side][end, was], ends[1 - side][following, was]
+        for side, end, following in path:
+            now = other if side else colour
+            ends[side][end, now], ends[1 - side][following, now] = following, end
+        ends[0][pair[0], colour], ends[1][pair[1], colour] = pair[1], pair[0]
+    parts: dict[int, list[tuple[int, int]]] = collections.defaultdict(list)
+    for (sender, colour), receiver in ends[0].items():
+        parts[colour].append((sender, receiver))
+    return [sorted(parts[colour]) for colour in sorted(parts)]
 
 
 def _holders(sharding: Sharding, shape: _Shape, order: Sequence[Any]) -> dict[_Ranges, list[int]]:
@@ -371,27 +401,6 @@ def _holders(sharding: Sharding, shape: _Shape, order: Sequence[Any]) -> dict[_R
     for position, device in enumerate(order):
         found.setdefault(box_key(indices[device], shape), []).append(position)
     return found
-
-
-def _digits(count: int) -> _Shape:
-    """The prime factors of a number of devices."""
-    found: list[int] = []
-    for prime in itertools.chain((2, 3), range(5, count + 1)):
-        while count % prime == 0:
-            found.append(prime)
-            count //= prime
-    return tuple(found)
-
-
-def _apart(digits: _Shape, sender: int, receiver: int) -> _Shape:
-    """The distance of two positions, digit by digit: devices of a mesh that differ along the same axes are as far
-    apart, and those at one distance form pairs.
-    """
-    distance: list[int] = []
-    for digit in digits:
-        distance.append((sender - receiver) % digit)
-        sender, receiver = sender // digit, receiver // digit
-    return tuple(reversed(distance))
 
 
 def _slots(number: int, copy: Copy, ranges: _Ranges, of: _Ranges, to: _Ranges) -> Iterator[tuple[Slot, _Shape, _Shape]]:

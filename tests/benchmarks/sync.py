@@ -22,8 +22,30 @@ from typing import Any
 import _measure
 
 MODELS = {
-    "qwen3": {"num_layers": 16, "vocab_size": 16384, "embed_dim": 512, "hidden_dim": 1536, "num_heads": 8, "head_dim": 64, "num_kv_heads": 4, "norm_eps": 1e-6, "rope_theta": 1_000_000, "use_tied_embedding": True},  # fmt: skip  # noqa: E501
-    "llama3": {"num_layers": 16, "vocab_size": 16384, "embed_dim": 512, "hidden_dim": 1536, "num_heads": 8, "head_dim": 64, "num_kv_heads": 4, "norm_eps": 1e-6, "rope_theta": 500_000, "weight_tying": False},  # fmt: skip  # noqa: E501
+    "qwen3": {
+        "num_layers": 16,
+        "vocab_size": 16384,
+        "embed_dim": 512,
+        "hidden_dim": 1536,
+        "num_heads": 8,
+        "head_dim": 64,
+        "num_kv_heads": 4,
+        "norm_eps": 1e-6,
+        "rope_theta": 1_000_000,
+        "use_tied_embedding": True,
+    },  # fmt: skip  # noqa: E501
+    "llama3": {
+        "num_layers": 16,
+        "vocab_size": 16384,
+        "embed_dim": 512,
+        "hidden_dim": 1536,
+        "num_heads": 8,
+        "head_dim": 64,
+        "num_kv_heads": 4,
+        "norm_eps": 1e-6,
+        "rope_theta": 500_000,
+        "weight_tying": False,
+    },  # fmt: skip  # noqa: E501
 }
 CLASSES = {"qwen3": "Qwen3", "llama3": "Llama3"}
 
@@ -46,8 +68,7 @@ def models(name: str, devices: str) -> tuple[Any, Any, Any, Any]:
     every = np.array(jax.devices())
     training, sampling = Mesh(every[here].reshape(-1, 2), ("fsdp", "tp")), Mesh(every[there], ("model",))
     abstract = lm.build_abstract(getattr(module, CLASSES[name]), config, rngs=nnx.Rngs(params=0))
-    rules = {"fsdp": "fsdp", "tp": "tp"}
-    trainer = abstract.shard(training, rules).materialize()
+    trainer = abstract.shard(training).materialize()
     table = importlib.import_module(f"tunix.models.{name}.mapping_vllm_jax").VLLM_JAX_MAPPING["to_hf_mappings"]
     state = {".".join(map(str, keys)): leaf for keys, leaf in nnx.state(trainer, nnx.Param).flat_state()}
     target: dict[tuple[Any, ...], Any] = {}
