@@ -38,8 +38,8 @@ class Variable(TensorSource):
 
     def fill_box(self, *_: Any) -> None:
         raise LazyModelError(
-            f"the mapping reads values of {self.name!r}: expected views, np.stack, np.concatenate, casts and arithmetic "
-            "with scalars"
+            f"the mapping reads values of {self.name!r}: expected views, np.stack, np.concatenate, casts and "
+            "arithmetic with scalars"
         )
 
 
@@ -209,8 +209,8 @@ def copies_of(path: str, tensor: View, shape: _Shape) -> tuple[tuple[str, ...], 
             add(tensor, (0,) * len(shape), whole, 0, ())
     except ValueError as error:
         raise LazyModelError(
-            f"{path!r}: its mapping cannot be planned: {error}. Expected views of variables (transposed, reshaped, cut, "
-            "joined, repeated), casts, and arithmetic with one number"
+            f"{path!r}: its mapping cannot be planned: {error}. Expected views of variables (transposed, reshaped, "
+            "cut, joined, repeated), casts, and arithmetic with one number"
         ) from error
     return tuple(names), tuple(found)
 

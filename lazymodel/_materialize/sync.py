@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -14,7 +15,14 @@ import jax
 import numpy as np
 
 from lazymodel._abstract.framework import ModelSpec
-from lazymodel._abstract.variable import AbstractVariable, device_shardings, matched_paths, stays_on_host
+from lazymodel._abstract.variable import (
+    AbstractVariable,
+    adapters,
+    device_shardings,
+    matched_paths,
+    refuse_deleted,
+    stays_on_host,
+)
 from lazymodel._devices.collective import agreement
 from lazymodel._devices.hardware import require_live
 from lazymodel._errors import LazyModelError, SyncError
@@ -100,6 +108,7 @@ class Sync(Tabled):
         self._groups = grouped_moves(moves, placed, limit, reuse=True)
         self._routes = routed(moves, placed)
         self._names = {move.path: move.names for move in moves}
+        self._places: dict[str, Any] = {}
         self.moved_nbytes = sum(route.sent_nbytes() for route in self._routes.values())
         self.kept_nbytes = sum(route.sent_nbytes(stays=True) for route in self._routes.values())
         self.computed_nbytes = sum(self._wanted[path].nbytes for path, each in self._routes.items() if each.computed)
@@ -142,7 +151,7 @@ class Sync(Tabled):
         self, model: Any, wanted: Mapping[str, Any], what: str
     ) -> tuple[dict[str, jax.Array], Callable[[Mapping[int, Any]], Any]]:
         """The live arrays at these paths, checked; and the function that puts others into the model."""
-        arrays, same, rebuild = live_arrays(model)
+        arrays, same, rebuild = self._live(model, wanted, what)
         variables = self._used if what == "trainer" else self._wanted
         found: dict[str, jax.Array] = {}
         for path in wanted:
@@ -166,6 +175,26 @@ class Sync(Tabled):
                 )
             found[path] = array
         return found, rebuild
+
+    def _live(self, model: Any, wanted: Mapping[str, Any], what: str) -> Any:
+        """As `live_arrays`; quick for a module that was given before, which is changed in place."""
+        known, places = self._places.get(what, (None, None))
+        if known is None or known() is not model or not places.valid():
+            found = (cast(Any, adapter).places(model) for adapter in adapters() if hasattr(adapter, "places"))
+            places = next((each for each in found if each is not None), None)
+            if places is None:
+                return live_arrays(model)
+            self._places[what] = weakref.ref(model), places
+        arrays = places.arrays()
+        if not all(isinstance(arrays.get(path), jax.Array) for path in wanted):
+            return live_arrays(model)
+        refuse_deleted({path: arrays[path] for path in wanted})
+
+        def rebuild(moved: Mapping[int, Any]) -> Any:
+            places.put(moved)
+            return model
+
+        return arrays, dict(zip(arrays, arrays, strict=True)), rebuild
 
     def _failure(self, error: Exception, group: Group, old: Any, moved: dict[int, Any], rebuild: Any) -> Exception:
         """The error for a group that failed; its donated values are lost, so zeros replace them."""

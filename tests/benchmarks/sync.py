@@ -3,8 +3,8 @@
     python tests/benchmarks/sync.py [--runs 5] [--json]        # needs google-tunix 0.1.7
 
 Tunix' own Qwen3 and Llama3, float32 on one mesh, and the state of vLLM's JAX models, bfloat16 under other names and
-layouts on another mesh, by Tunix' own table for them; eight virtual devices. The devices are halves of the eight, or the
-same eight. Both ways run in turns in one process for times, and each in a process of its own for memory, which is
+layouts on another mesh, by Tunix' own table for them; eight virtual devices. The devices are halves of the eight, or
+the same eight. Both ways run in turns in one process for times, and each in a process of its own for memory, which is
 private memory: both models, and what was needed meanwhile. `only_host` is the time of a call in Python, without the
 calls of compiled programs and transfers.
 """
@@ -21,31 +21,11 @@ from typing import Any
 
 import _measure
 
+_SIZES: dict[str, Any] = {"num_layers": 16, "vocab_size": 16384, "embed_dim": 512, "hidden_dim": 1536}
+_SIZES |= {"num_heads": 8, "head_dim": 64, "num_kv_heads": 4, "norm_eps": 1e-6}
 MODELS = {
-    "qwen3": {
-        "num_layers": 16,
-        "vocab_size": 16384,
-        "embed_dim": 512,
-        "hidden_dim": 1536,
-        "num_heads": 8,
-        "head_dim": 64,
-        "num_kv_heads": 4,
-        "norm_eps": 1e-6,
-        "rope_theta": 1_000_000,
-        "use_tied_embedding": True,
-    },  # fmt: skip  # noqa: E501
-    "llama3": {
-        "num_layers": 16,
-        "vocab_size": 16384,
-        "embed_dim": 512,
-        "hidden_dim": 1536,
-        "num_heads": 8,
-        "head_dim": 64,
-        "num_kv_heads": 4,
-        "norm_eps": 1e-6,
-        "rope_theta": 500_000,
-        "weight_tying": False,
-    },  # fmt: skip  # noqa: E501
+    "qwen3": _SIZES | {"rope_theta": 1_000_000, "use_tied_embedding": True},
+    "llama3": _SIZES | {"rope_theta": 500_000, "weight_tying": False},
 }
 CLASSES = {"qwen3": "Qwen3", "llama3": "Llama3"}
 
@@ -81,7 +61,10 @@ def models(name: str, devices: str) -> tuple[Any, Any, Any, Any]:
         for match, value in found:
             numbers = iter(match.groups())
             keys = tuple(int(next(numbers)) if key == "*" else key for key in path.split("."))
-            fits = [axis if axis and extent % sampling.size == 0 else None for axis, extent in zip(axes, value.shape)]
+            fits = [
+                axis if axis and extent % sampling.size == 0 else None
+                for axis, extent in zip(axes, value.shape, strict=True)
+            ]
             place = NamedSharding(sampling, P(*fits))
             target[keys] = nnx.Param(jax.device_put(jnp.zeros(value.shape, jnp.bfloat16), place))
     return trainer, nnx.State.from_flat_path(target), table, lm.WeightMap(entries)
@@ -128,7 +111,7 @@ def host_seconds(sync: Any, trainer: Any, sampler: Any) -> tuple[float, Any]:
     return time.perf_counter() - start - spent, sampler
 
 
-def times(name: str, devices: str, runs: str) -> dict[str, Any]:
+def measure_times(name: str, devices: str, runs: str) -> dict[str, Any]:
     import jax
     import numpy as np
 
@@ -161,7 +144,7 @@ def times(name: str, devices: str, runs: str) -> dict[str, Any]:
                     "groups": sync.num_groups, "programs": len(sync.compiled)}  # fmt: skip
 
 
-def peaks(name: str, devices: str, way: str) -> dict[str, Any]:
+def measure_peak(name: str, devices: str, way: str) -> dict[str, Any]:
     import jax
 
     import lazymodel as lm
@@ -171,11 +154,7 @@ def peaks(name: str, devices: str, way: str) -> dict[str, Any]:
     jax.block_until_ready((trainer, sampler))
     held = sum(leaf.nbytes for leaf in jax.tree.leaves((trainer, sampler)))
     with _measure.measured() as report:
-        if way == "tunix":
-            sampler = by_tunix(trainer, sampler, table)
-        else:
-            sampler = sync(trainer, into=sampler)
-        jax.block_until_ready(sampler)
+        jax.block_until_ready(by_tunix(trainer, sampler, table) if way == "tunix" else sync(trainer, into=sampler))
     return report | {"held": held}
 
 
@@ -192,11 +171,12 @@ def main() -> None:
             rows.append(row)
             if not given.json:
                 mib = {key: row[key] / 2**20 for key in ("nbytes", "moved", "extra_tunix", "extra_sync")}
+                times = f"Tunix {row['tunix']:.3f} s, Sync {row['sync']:.3f} s ({row['tunix'] / row['sync']:.1f} x)"
+                memory = f"Tunix {mib['extra_tunix']:.0f} MiB, Sync {mib['extra_sync']:.0f} MiB"
+                plan = f"{row['planned']:.1f} s, {row['groups']} groups, {row['programs']} programs"
+                print(f"{name} {devices}: {row['variables']} variables, {mib['nbytes']:.0f} MiB: {times}")
                 print(
-                    f"{name} {devices}: {row['variables']} variables, {mib['nbytes']:.0f} MiB; Tunix {row['tunix']:.3f} s, "
-                    f"Sync {row['sync']:.3f} s ({row['tunix'] / row['sync']:.1f} x), Python {row['only_host'] * 1e3:.1f} ms; "
-                    f"over both models Tunix {mib['extra_tunix']:.0f} MiB, Sync {mib['extra_sync']:.0f} MiB; planned in "
-                    f"{row['planned']:.1f} s, {row['groups']} groups, {row['programs']} programs",
+                    f"  over both models: {memory}; Python {row['only_host'] * 1e3:.1f} ms; planned in {plan}",
                     flush=True,
                 )
     if given.json:
@@ -204,5 +184,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    _measure.in_child(lambda how, *words: {"times": times, "peaks": peaks}[how](*words))
+    _measure.in_child(lambda how, *words: {"times": measure_times, "peaks": measure_peak}[how](*words))
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""A sampler follows its trainer: every value, as few bytes between devices as there can be, and nothing compiled twice."""
+"""A sampler follows its trainer: every value, as few bytes between devices as possible, and nothing compiled twice."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def test_errors_come_before_anything_moves(meshes: dict[str, Mesh]) -> None:
 
 
 def test_a_group_that_fails_is_named(meshes: dict[str, Mesh], monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = {name: (512, 1024) for name in "abc"}
+    shapes = dict.fromkeys("abc", (512, 1024))
     trainer = model(shapes, FLOAT, meshes["low"], {".*": P("data")})
     sampler = model(shapes, FLOAT, meshes["high"], {".*": P(None, "model")})
     sync = lm.Sync(trainer, sampler, max_device_memory="1KiB")
