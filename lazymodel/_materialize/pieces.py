@@ -12,15 +12,15 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from lazymodel._errors import LazyModelError
-from lazymodel._tensors.boxes import box_key, c_strides
-from lazymodel._tensors.buffers import Steps
+from lazymodel._tensors.boxes import Box, box_key, c_strides
+from lazymodel._tensors.buffers import Steps, Workspace
 from lazymodel._tensors.lazy import ConcatenatedTensor
 from lazymodel._tensors.tensor_source import ArrayTensor, TensorSource, View
 
@@ -36,7 +36,7 @@ class Variable(TensorSource):
     def __init__(self, path: str, shape: _Shape, dtype: np.dtype[Any]) -> None:
         self.name, self.file, self.offset, self.shape, self.dtype = path, "", 0, shape, dtype
 
-    def fill_box(self, *_: Any) -> None:
+    def fill_box(self, box: Box, out: np.ndarray, steps: Steps, workspace: Workspace) -> None:
         raise LazyModelError(
             f"the mapping reads values of {self.name!r}: expected views, np.stack, np.concatenate, casts and "
             "arithmetic with scalars"
@@ -65,9 +65,7 @@ class Place:
         """How to cut such ranges from the array's shard: its shape with dimensions split, starts and extents there.
         An axis of the copy, along which it has to be divided, if that is impossible.
         """
-        shape: list[int] = []
-        starts: list[int] = []
-        extents: list[int] = []
+        digits: list[tuple[int, int, int]] = []
         for dimension, (low, high) in enumerate(box):
             own = [(step, k) for k, (of, step) in enumerate(self.axes) if of == dimension]
             start = self.origin[dimension] - low + sum(step * ranges[k][0] for step, k in own)
@@ -80,15 +78,15 @@ class Place:
                     merged.append((extent, step, k))
             if [step for _, step, _ in merged] in ([], [1]):
                 extent = merged[0][0] if merged else 1
-                shape.append(high - low), starts.append(start), extents.append(extent)
+                digits.append((high - low, start, extent))
                 continue
             size, outer = high - low, merged[0][2]
             for extent, step, _ in (*merged, *(((1, 1, 0),) if merged[-1][1] > 1 else ())):
                 if size % step or start // step + extent > size // step:
                     return outer
-                shape.append(size // step), starts.append(start // step), extents.append(extent)
+                digits.append((size // step, start // step, extent))
                 start, size = start % step, step
-        return tuple(shape), tuple(starts), tuple(extents)
+        return tuple(d[0] for d in digits), tuple(d[1] for d in digits), tuple(d[2] for d in digits)
 
 
 def _within(axes: Sequence[tuple[int, int, int]], low: int, high: int) -> Iterator[dict[int, tuple[int, int]]]:
@@ -235,7 +233,8 @@ def _placed(
         if extent == 1:
             continue
         if stride == 0:
-            kept.append(axis), places.append((-1, 0))
+            kept.append(axis)
+            places.append((-1, 0))
             continue
         # The dimension with the largest stride that divides this one, if it has more than one index.
         fits = [d for d, n in enumerate(shape) if n > 1 and 0 < strides[d] <= stride]
@@ -244,7 +243,8 @@ def _placed(
         dimension = fits[0]
         step, size = stride // strides[dimension], shape[dimension]
         if origin[dimension] + (extent - 1) * step < size:
-            kept.append(axis), places.append((dimension, step))
+            kept.append(axis)
+            places.append((dimension, step))
             continue
         inner = size // step
         if size % step or origin[dimension] >= step or extent % inner:
@@ -271,6 +271,9 @@ class Slot:
         return math.prod(self.lens[k] for k in copy.order()) * own
 
 
+_Piece: TypeAlias = "tuple[Slot, _Shape, _Shape]"  # with its starts in both
+
+
 @dataclasses.dataclass(frozen=True)
 class Round:
     """Pieces of equal form that pairs of devices exchange; a device sends to at most one and gets from at most one."""
@@ -278,7 +281,7 @@ class Round:
     pairs: tuple[tuple[int, int], ...]  # positions of the sending and the receiving devices
     stays: bool  # True if each pair is one device
     slots: tuple[Slot, ...]
-    starts: tuple[tuple[_Shape, _Shape], ...]  # of each slot, a row for each pair: in `cut` and in `put`
+    starts: tuple[tuple[tuple[_Shape, _Shape], ...], ...]  # of each slot, a row for each pair: in `cut` and in `put`
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -329,7 +332,7 @@ def route(copies: tuple[Copy, ...], sources: tuple[Sharding, ...], target: Shard
     where = {device: position for position, device in enumerate(here)}
     kept = [where.get(device, -1) for device in there]  # the position, as a source, of each receiving device
     load: collections.Counter[int] = collections.Counter()  # pieces that each device sends
-    pairs: dict[tuple[int, int], list[tuple[Slot, _Shape, _Shape]]] = collections.defaultdict(list)
+    pairs: dict[tuple[int, int], list[_Piece]] = collections.defaultdict(list)
     for number, copy in enumerate(copies):
         holders = _holders(target, copy.to.shape, there)
         given = {} if copy.of is None else _holders(sources[int(cast(Any, copy.source))], copy.of.shape, here)
@@ -352,16 +355,16 @@ def route(copies: tuple[Copy, ...], sources: tuple[Sharding, ...], target: Shard
     return Route(copies, sources, target, tuple(_rounds(pairs, kept)))
 
 
-def _rounds(pairs: Any, kept: Sequence[int]) -> Iterator[Round]:
+def _rounds(pairs: Mapping[tuple[int, int], list[_Piece]], kept: Sequence[int]) -> Iterator[Round]:
     """Rounds of pairs that exchange pieces of equal form."""
     together: dict[Hashable, list[tuple[int, int]]] = collections.defaultdict(list)
     for (sender, receiver), pieces in pairs.items():
-        pieces.sort(key=lambda piece: (piece[0].copy, piece[0].lens, piece[0].cut, piece[0].put))
+        pieces.sort(key=lambda piece: dataclasses.astuple(piece[0]))
         stays = sender in (_CONSTANT, kept[receiver])
         together[stays, sender == _CONSTANT, tuple(slot for slot, _, _ in pieces)].append((sender, receiver))
     for (stays, _, slots), members in cast(Any, together).items():
         for matched in [members] if stays else _matchings(members):
-            starts = [tuple((pairs[pair][n][1], pairs[pair][n][2]) for pair in matched) for n in range(len(slots))]
+            starts = [tuple(pairs[pair][n][1:] for pair in matched) for n in range(len(slots))]
             yield Round(tuple(matched), stays, slots, tuple(starts))
 
 
@@ -403,7 +406,7 @@ def _holders(sharding: Sharding, shape: _Shape, order: Sequence[Any]) -> dict[_R
     return found
 
 
-def _slots(number: int, copy: Copy, ranges: _Ranges, of: _Ranges, to: _Ranges) -> Iterator[tuple[Slot, _Shape, _Shape]]:
+def _slots(number: int, copy: Copy, ranges: _Ranges, of: _Ranges, to: _Ranges) -> Iterator[_Piece]:
     """The slots of a piece, with its starts in the shards of both; it is divided where it is no box of them."""
     cut = copy.of.digits(ranges, of) if copy.of is not None else ((), (), ())
     put = copy.to.digits(ranges, to)

@@ -328,15 +328,16 @@ def reshard(
         bar.finish()
     result = rebuild(moved)
     if deliver is not None:
-        seconds = time.perf_counter() - start
-        rows: list[ReshardRow] = []
-        for path, source in arrays.items():
-            texts = _text(source.sharding), _text(moved.get(id(source), source).sharding)
-            way = "devices" if id(source) in moved else "kept"
-            rows.append(ReshardRow(path, tuple(source.shape), source.dtype.name, source.nbytes, *texts, way))
-        held = counts.held, counts.now()
-        deliver(cast(Any, ReshardReport(tuple(rows), moving, held, counts.peak, counts.groups, seconds)))
+        seconds, held = time.perf_counter() - start, (counts.held, counts.now())
+        rows = tuple(_row(path, source, moved.get(id(source))) for path, source in arrays.items())
+        deliver(cast(Any, ReshardReport(rows, moving, held, counts.peak, counts.groups, seconds)))
     return result
+
+
+def _row(path: str, source: jax.Array, moved: jax.Array | None) -> ReshardRow:
+    before, after = _text(source.sharding), _text((source if moved is None else moved).sharding)
+    way = "kept" if moved is None else "devices"
+    return ReshardRow(path, tuple(source.shape), source.dtype.name, source.nbytes, before, after, way)
 
 
 class _Counts:

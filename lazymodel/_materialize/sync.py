@@ -220,7 +220,8 @@ class Sync(Tabled):
 
     def table(self) -> Table:
         """A row for each variable that gets a value."""
-        title = f"sync: {plural(len(self._names), 'variable')}, {format_bytes(sum(self._wanted[p].nbytes for p in self._names))}"
+        nbytes = sum(self._wanted[path].nbytes for path in self._names)
+        title = f"sync: {plural(len(self._names), 'variable')}, {format_bytes(nbytes)}"
         columns = (
             *(Column.names("variable"), Column("shape"), Column("dtype"), Column("trainer"), Column("sampler")),
             *(Column.nbytes("moves"), Column.nbytes("stays"), Column.notes("how")),

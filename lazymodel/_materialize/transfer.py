@@ -394,7 +394,7 @@ class _Parts:
                 for slot, starts in zip(each.slots, each.starts, strict=True):
                     copy = own.copies[slot.copy]
                     after, dtype = copy.moving()
-                    cut, put = zip(*starts, strict=True)
+                    cut, put = [row[0] for row in starts], [row[1] for row in starts]
                     source = given[cast(int, copy.source)] if copy.of is not None else None
                     begin = tuple(self._start(0, senders, column, here) for column in zip(*cut, strict=True))
                     end = tuple(self._start(1, receivers, column, there) for column in zip(*put, strict=True))

@@ -139,9 +139,9 @@ def measure_times(name: str, devices: str, runs: str) -> dict[str, Any]:
         for one, other in zip(jax.tree.leaves(sampler), jax.tree.leaves(own), strict=True):
             assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
     found = {key: statistics.median(values) for key, values in seconds.items()}
-    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(own))
-    return found | {"planned": planned, "variables": len(jax.tree.leaves(own)), "nbytes": nbytes, "moved": sync.moved_nbytes,
-                    "groups": sync.num_groups, "programs": len(sync.compiled)}  # fmt: skip
+    leaves = jax.tree.leaves(own)
+    found |= {"planned": planned, "variables": len(leaves), "nbytes": sum(leaf.nbytes for leaf in leaves)}
+    return found | {"moved": sync.moved_nbytes, "groups": sync.num_groups, "programs": len(sync.compiled)}
 
 
 def measure_peak(name: str, devices: str, way: str) -> dict[str, Any]:
