@@ -8,9 +8,6 @@ vocabulary; the mean reward is their share, and rises from about a half to almos
 """
 
 import argparse
-import os
-
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 
+jax.config.update("jax_num_cpu_devices", 8)  # virtual ones, where there is no accelerator
 VOCABULARY, WIDTH, LAYERS, LENGTH, BATCH = 32, 64, 2, 8, 64
 
 

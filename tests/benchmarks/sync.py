@@ -63,7 +63,7 @@ def models(name: str, devices: str) -> tuple[Any, Any, Any, Any]:
             keys = tuple(int(next(numbers)) if key == "*" else key for key in path.split("."))
             fits = [
                 axis if axis and extent % sampling.size == 0 else None
-                for axis, extent in zip(axes, value.shape, strict=True)
+                for axis, extent in zip(axes, value.shape, strict=False)
             ]
             place = NamedSharding(sampling, P(*fits))
             target[keys] = nnx.Param(jax.device_put(jnp.zeros(value.shape, jnp.bfloat16), place))

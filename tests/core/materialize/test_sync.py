@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 from tests.compile_events import compile_events
+from tests.processes import free_address, printed, run_workers
 
 FLOAT, HALF = np.dtype("float32"), np.dtype(ml_dtypes.bfloat16)
 LAYERS, SIZE, HEADS, DIM = 4, 48, 8, 6
@@ -284,3 +286,11 @@ def test_a_group_that_fails_is_named(meshes: dict[str, Mesh], monkeypatch: pytes
     assert np.array_equal(rest["a"], values["a"]) and rest["b"] is into["b"] and not np.asarray(rest["b"]).any()
     new = sync(weights, into=rest)
     assert all(np.array_equal(new[name], values[name]) for name in "abc")
+
+
+@pytest.mark.timeout(90)
+def test_several_processes(tmp_path: Path) -> None:
+    address = free_address()
+    worker = Path(__file__).with_name("_sync_worker.py")
+    codes = run_workers(worker, [(process, 2, address) for process in range(2)], tmp_path, patience=80)
+    assert codes == [0, 0], printed(tmp_path, 2)
