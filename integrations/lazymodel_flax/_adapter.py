@@ -71,10 +71,22 @@ class FlaxAdapter:
         return _by_path(model) if _has_boxes(model) else None
 
     def places(self, model: Any) -> _Places | None:
-        """The variables of a module, whose arrays can be replaced in place; None for anything else."""
+        """The variables of a module or state, whose arrays can be replaced in place; None for anything else."""
+        if isinstance(model, nnx.State):
+            found = {"/".join(map(str, keys)): leaf for keys, leaf in model.flat_state()}
+            plain = all(isinstance(leaf, nnx.Variable) and not leaf.hijax and not leaf.ref for leaf in found.values())
+            return _Places(found) if plain else None
         if not isinstance(model, nnx.Module) or any(node.hijax or node.ref for node in _variables(model)):
             return None
-        places = _Places(model)
+        nodes = dict(nnx.iter_graph(model))
+        found = {"/".join(map(str, path)): node for path, node in nodes.items() if isinstance(node, nnx.Variable)}
+        edges: list[tuple[Any, Any, Any]] = []
+        for path, node in nodes.items():
+            parent = nodes.get(path[:-1])
+            is_object = isinstance(parent, nnx.Pytree)
+            if path:
+                edges.append((vars(parent), str(path[-1]), node) if is_object else (parent, path[-1], node))
+        places = _Places(found, edges)
         return places if places.valid() else None
 
     def with_arrays(self, model: Any, arrays: Mapping[int, Any]) -> Any:
@@ -84,23 +96,18 @@ class FlaxAdapter:
 
 
 class _Places:
-    """The variables of a module by path, found once: walking through a module takes longer than the rest of a call."""
+    """Variables by path. Those of a module are found once: walking through it takes longer than the rest of a call.
 
-    def __init__(self, module: Any) -> None:
-        nodes = dict(nnx.iter_graph(module))
-        self._variables = {
-            "/".join(map(str, path)): node for path, node in nodes.items() if isinstance(node, nnx.Variable)
-        }
-        self._edges = [(nodes.get(path[:-1]), path[-1], node) for path, node in nodes.items() if path]
+    `edges` are all its objects: what holds one, the key there, and the object.
+    """
+
+    def __init__(self, variables: Mapping[str, Any], edges: Sequence[tuple[Any, Any, Any]] = ()) -> None:
+        self._variables, self._edges = variables, edges
 
     def valid(self) -> bool:
-        """Returns True as long as the module consists of the same objects."""
-
-        def child(parent: Any, key: Any) -> Any:
-            return vars(parent).get(str(key)) if isinstance(parent, nnx.Pytree) else parent[key]
-
+        """Returns True as long as it is known to be a module that consists of the same objects."""
         try:
-            return all(child(parent, key) is node for parent, key, node in self._edges)
+            return bool(self._edges) and all(holder[key] is node for holder, key, node in self._edges)
         except (LookupError, TypeError):
             return False
 

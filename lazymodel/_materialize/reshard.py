@@ -185,7 +185,7 @@ def _auto(mesh: Mesh) -> Mesh:
 
 # With donation, a group takes at most this fraction of the bytes on the most loaded device: the peak stays near the
 # model's own bytes, however small it is, and the time for so many waits is negligible.
-PART = 16
+_PART = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,7 +306,7 @@ def reshard(
         stage.details = "\n".join(f"{move.path} {move.target.shape} {move.target.sharding}" for move in moves)
         counts = _Counts(arrays.values())
         if donate:
-            limit = max(min(limit, counts.held // PART), 1)
+            limit = max(min(limit, counts.held // _PART), 1)
         sources = {move.path: Array.of(arrays[move.path]) for move in moves}
         groups = grouped_moves(moves, sources, limit, reuse=False)
     moved: dict[int, jax.Array] = {}  # `id` of the old array → new array

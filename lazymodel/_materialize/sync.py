@@ -29,7 +29,7 @@ from lazymodel._errors import LazyModelError, SyncError
 from lazymodel._mapping.match import MappedCheckpoint
 from lazymodel._mapping.table import WeightMap, map_checkpoint
 from lazymodel._materialize.pieces import Variable, copies_of
-from lazymodel._materialize.reshard import PART, live_arrays
+from lazymodel._materialize.reshard import live_arrays
 from lazymodel._materialize.transfer import Array, Group, Move, grouped_moves, routed
 from lazymodel._programs.jaxprs import stored_as
 from lazymodel._show.table import Column, Table, Tabled, placed_text, shape_text, spec_text
@@ -38,6 +38,7 @@ from lazymodel._tensors.casting import refusal
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.shards import misshapen
 
+_PART = 8  # of the sampler's bytes on a device, for buffers: with fewer groups, a call waits less often
 _LEAST = 1 << 20  # bytes of a device in buffers below which more groups only cost more programs
 _Rule = str | Callable[[str], bool]
 
@@ -57,7 +58,7 @@ class Sync(Tabled):
             `map_checkpoint`. None for equal paths. It may have views, joins, casts and arithmetic with one number.
         only: The sampler's variables to move: a regular expression of whole paths, or a function of a path. For
             example only LoRA pairs, or what is trained.
-        max_device_memory: Bytes of a device, or `"1GiB"`, for buffers. They never take more than a sixteenth of the
+        max_device_memory: Bytes of a device, or `"1GiB"`, for buffers. They never take more than an eighth of the
             sampler, or 1 MiB. A variable that takes more moves alone.
 
     Attributes:
@@ -104,7 +105,7 @@ class Sync(Tabled):
             )
         self._used = {name: own[name] for move in moves for name in move.names}
         held = _held(placed, targets)
-        limit = min(limit, max(_held(targets) // PART, _LEAST))
+        limit = min(limit, max(_held(targets) // _PART, _LEAST))
         self._groups = grouped_moves(moves, placed, limit, reuse=True)
         self._routes = routed(moves, placed)
         self._names = {move.path: move.names for move in moves}

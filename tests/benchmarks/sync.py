@@ -114,6 +114,7 @@ def host_seconds(sync: Any, trainer: Any, sampler: Any) -> tuple[float, Any]:
 def measure_times(name: str, devices: str, runs: str) -> dict[str, Any]:
     import jax
     import numpy as np
+    from flax import nnx
 
     import lazymodel as lm
 
@@ -125,8 +126,10 @@ def measure_times(name: str, devices: str, runs: str) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {"tunix": [], "sync": [], "only_host": []}
     for run in range(int(runs) + 1):
         # As after a step: new arrays, of which no host copy is cached.
-        trainer = jax.tree.map(lambda leaf: leaf * np.float32(1.5), trainer)
-        jax.block_until_ready(trainer)
+        stepped = jax.block_until_ready(
+            jax.tree.map(lambda leaf: leaf * np.float32(1.5), nnx.state(trainer, nnx.Param))
+        )
+        nnx.update(trainer, stepped)
         start = time.perf_counter()
         sampler = jax.block_until_ready(by_tunix(trainer, sampler, table))
         middle = time.perf_counter()
