@@ -31,7 +31,7 @@ from lazymodel._mapping.table import WeightMap, map_checkpoint
 from lazymodel._materialize.pieces import Variable, copies_of
 from lazymodel._materialize.reshard import live_arrays
 from lazymodel._materialize.transfer import Array, Group, Move, grouped_moves, routed
-from lazymodel._programs.jaxprs import stored_as
+from lazymodel._programs.jaxprs import as_keys, stored_as
 from lazymodel._show.table import Column, Table, Tabled, placed_text, shape_text, spec_text
 from lazymodel._show.text import closest, first_of, format_bytes, listed, parse_bytes, plural
 from lazymodel._tensors.casting import refusal
@@ -203,13 +203,7 @@ class Sync(Tabled):
         if not moved and not lost:
             return SyncError(f"nothing was moved, the sampler is as it was: {error}", None)
         for path in lost:
-            zeros = np.zeros(1, self._wanted[path].dtype)
-            shape, sharding = old[path].shape, old[path].sharding
-            moved[id(old[path])] = jax.make_array_from_callback(
-                shape,
-                sharding,
-                lambda index: np.broadcast_to(zeros[0], old[path].shape)[index],  # noqa: B023
-            )
+            moved[id(old[path])] = _zeros(old[path])
         new = [path for path in old if id(old[path]) in moved and path not in lost]
         text = f"{plural(len(new), 'variable')} of the sampler are new"
         text += f" ({listed(map(repr, new))})" if new else ""
@@ -341,6 +335,14 @@ def _move(path: str, tensor: LazyTensor, target: Array) -> Move:
             "quantized sampler cannot be written: sync into one of floats, and quantize that"
         )
     return Move(path, target, *copies_of(path, tensor.astype(dtype), shape))
+
+
+def _zeros(array: jax.Array) -> jax.Array:
+    """Zeros of a deleted array's shape, dtype and sharding."""
+    shape, dtype = stored_as(array.shape, array.dtype)
+    zeros = np.broadcast_to(np.zeros((), dtype), shape)
+    made = jax.make_array_from_callback(shape, array.sharding, lambda index: np.ascontiguousarray(zeros[index]))
+    return as_keys(made, array.dtype)
 
 
 def _held(*models: Mapping[str, Array]) -> int:

@@ -261,7 +261,8 @@ def test_errors_come_before_anything_moves(meshes: dict[str, Mesh]) -> None:
         sync(weights, into=into)
 
 
-def test_a_group_that_fails_is_named(meshes: dict[str, Mesh], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("function", ["device_put", "block_until_ready"])  # before and after donation
+def test_a_group_that_fails_is_named(meshes: dict[str, Mesh], monkeypatch: pytest.MonkeyPatch, function: str) -> None:
     shapes = dict.fromkeys("abc", (512, 1024))
     trainer = model(shapes, FLOAT, meshes["low"], {".*": P("data")})
     sampler = model(shapes, FLOAT, meshes["high"], {".*": P(None, "model")})
@@ -269,21 +270,23 @@ def test_a_group_that_fails_is_named(meshes: dict[str, Mesh], monkeypatch: pytes
     assert sync.num_groups == 3
     values = numbers(trainer)
     weights, into = live(trainer, values), sampler.materialize()
-    put, calls = jax.device_put, iter([True, False])
+    stock, calls = getattr(jax, function), iter([True, False])
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         if next(calls):
-            return put(*args, **kwargs)
+            return stock(*args, **kwargs)
         raise RuntimeError("the link is down")
 
-    monkeypatch.setattr(jax, "device_put", failing)
+    monkeypatch.setattr(jax, function, failing)
     with pytest.raises(
-        lm.SyncError, match=r"1 variable of the sampler are new \('a'\), the others.*link is down"
+        lm.SyncError, match=r"1 variable of the sampler are new \('a'\),.*the others.*link is down"
     ) as error:
         sync(weights, into=into)
     monkeypatch.undo()
     rest = error.value.sampler
-    assert np.array_equal(rest["a"], values["a"]) and rest["b"] is into["b"] and not np.asarray(rest["b"]).any()
+    assert np.array_equal(rest["a"], values["a"]) and not np.asarray(rest["b"]).any()
+    assert (rest["b"] is into["b"]) == (function == "device_put")
+    assert ("'b' are lost" in str(error.value)) == (function != "device_put")
     new = sync(weights, into=rest)
     assert all(np.array_equal(new[name], values[name]) for name in "abc")
 
