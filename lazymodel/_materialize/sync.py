@@ -126,14 +126,15 @@ class Sync(Tabled):
             into: The live sampler. Its values that are replaced are donated: use the result instead.
 
         Returns:
-            The sampler with the new values; a Keras model is changed in place, and returned.
+            The sampler with the new values; a Keras model or an NNX module is changed in place, and returned.
 
         Raises:
-            LazyModelError: An array is deleted, or not as planned; the sampler is as it was.
+            LazyModelError: An array is deleted, not as planned, or in both models; the sampler is as it was.
             SyncError: A group failed; `sampler` of the error is the sampler, some of whose variables are new.
         """
         given, _ = self._arrays(trainer, self._used, "trainer")
         old, rebuild = self._arrays(into, self._names, "sampler")
+        _check_apart(given, old)
         moved: dict[int, jax.Array] = {}
         terms = {"done": "moved", "given": "models differ", "hint": "Call the same Sync in all processes"}
         shardings = [array.sharding for array in given.values()] if jax.process_count() > 1 else []
@@ -335,6 +336,23 @@ def _move(path: str, tensor: LazyTensor, target: Array) -> Move:
             "quantized sampler cannot be written: sync into one of floats, and quantize that"
         )
     return Move(path, target, *copies_of(path, tensor.astype(dtype), shape))
+
+
+def _check_apart(given: Mapping[str, jax.Array], old: Mapping[str, jax.Array]) -> None:
+    """Raises LazyModelError for an array that would be donated while something else needs it."""
+    first = {id(array): path for path, array in reversed(given.items())}
+    seen: dict[int, str] = {}
+    for path, array in old.items():
+        if (other := first.get(id(array))) is not None:
+            raise LazyModelError(
+                f"{path!r} of the sampler is the trainer's own array {other!r}, which would be donated: begin with a "
+                "copy, jax.tree.map(jax.numpy.copy, sampler)"
+            )
+        if (other := seen.setdefault(id(array), path)) != path:
+            raise LazyModelError(
+                f"{path!r} and {other!r} of the sampler are one array, and were planned as two: make the lm.Sync from "
+                "this sampler, or copy the array"
+            )
 
 
 def _zeros(array: jax.Array) -> jax.Array:

@@ -256,6 +256,13 @@ def test_errors_come_before_anything_moves(meshes: dict[str, Mesh]) -> None:
         sync(weights, into={"w": jnp.zeros((16, 8), HALF)})
     with pytest.raises(lm.LazyModelError, match="the trainer has no array 'w'"):
         sync({"v": weights["v"]}, into=into)
+    itself, pair = lm.Sync(trainer, trainer), {"a": into["w"], "b": into["w"] + 0}
+    with pytest.raises(lm.LazyModelError, match="'v' of the sampler is the trainer's own array 'v'"):
+        itself(weights, into=weights)
+    both = lm.Sync(pair, {"a": jnp.zeros((16, 8)), "b": jnp.zeros((16, 8))})
+    one = jnp.zeros((16, 8))
+    with pytest.raises(lm.LazyModelError, match="'b' and 'a' of the sampler are one array, and were planned as two"):
+        both(pair, into={"a": one, "b": one})
     sync(weights, into=into)
     with pytest.raises(lm.LazyModelError, match="'w' was deleted"):
         sync(weights, into=into)
