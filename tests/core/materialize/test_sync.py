@@ -173,6 +173,44 @@ def test_tables_are_computed_on_the_way(meshes: dict[str, Mesh], here: str, ther
         assert not re.search(rf"\[{SIZE},{3 * HEADS * DIM}\]|\[{LAYERS},{SIZE},96\]", program.as_text())
 
 
+VIEWS: list[Any] = [
+    lambda a, b: np.transpose(np.reshape(a, (8, 6, 32)), (2, 1, 0)),
+    lambda a, b: np.concatenate([a.T, b.T], 0)[16:48],
+    lambda a, b: np.reshape(np.stack([b, a], 1), (96, 32)),
+    lambda a, b: np.reshape(np.transpose(np.reshape(a, (48, 4, 8)), (1, 2, 0)), (32, 48)),
+    lambda a, b: np.reshape(np.broadcast_to(np.reshape(b, (8, 1, 6, 32)), (8, 2, 6, 32)), (96, 32)),
+    lambda a, b: np.concatenate([a[:, 8:24], np.zeros((48, 16), FLOAT)], 1),
+]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_views(seed: int, meshes: dict[str, Mesh]) -> None:
+    rng = np.random.default_rng(seed)
+    six = Mesh(np.array(jax.devices()[1:7]).reshape(2, 3), ("data", "model"))
+
+    def placed(shape: tuple[int, ...], where: Mesh) -> NamedSharding:
+        axes: list[Any] = [None] * len(shape)
+        for name in rng.permutation(where.axis_names):
+            fits = [n for n in range(len(shape)) if axes[n] is None and shape[n] % where.shape[name] == 0]
+            if fits and rng.random() < 0.9:
+                axes[rng.choice(fits)] = str(name)
+        return NamedSharding(where, P(*axes))
+
+    here, there = ([*meshes.values(), six][n] for n in rng.integers(0, len(meshes) + 1, 2))
+    values = {name: rng.normal(size=(48, 32)).astype(FLOAT) for name in "ab"}
+    trainer = {name: jax.device_put(value, placed(value.shape, here)) for name, value in values.items()}
+    chosen = rng.permutation(len(VIEWS))[:3]
+
+    def mapping(w: Any) -> dict[str, Any]:
+        return {str(n): VIEWS[n](w["a"], w["b"]) for n in chosen}
+
+    expected = mapping(values)
+    into = {path: jax.device_put(np.ones_like(each), placed(each.shape, there)) for path, each in expected.items()}
+    new = lm.Sync(trainer, into, mapping)(trainer, into=into)
+    for path, array in new.items():
+        assert np.array_equal(array, expected[path]), path
+
+
 @pytest.mark.parametrize("there", ["same", "high"])
 def test_the_second_call_compiles_nothing_and_values_follow(meshes: dict[str, Mesh], there: str) -> None:
     shapes = {f"layers/{n}/up": (64, 256) for n in range(40)}
