@@ -340,7 +340,7 @@ def _move(path: str, tensor: LazyTensor, target: Array) -> Move:
 
 def _check_apart(given: Mapping[str, jax.Array], old: Mapping[str, jax.Array]) -> None:
     """Raises LazyModelError for an array that would be donated while something else needs it."""
-    first = {id(array): path for path, array in reversed(given.items())}
+    first = {id(array): path for path, array in given.items()}
     seen: dict[int, str] = {}
     for path, array in old.items():
         if (other := first.get(id(array))) is not None:
