@@ -35,12 +35,14 @@ from lazymodel._errors import (
     LazyModelError,
     LazyModelWarning,
     ShardingError,
+    SyncError,
     TraceError,
 )
 from lazymodel._mapping.entry import From
 from lazymodel._mapping.table import WeightMap, map_checkpoint
 from lazymodel._materialize.report import LoadReport
 from lazymodel._materialize.reshard import ReshardReport, reshard
+from lazymodel._materialize.sync import Sync
 from lazymodel._model import AbstractModel, build_abstract
 from lazymodel._plan.fleet import Fleet
 from lazymodel._plan.plan import MemoryPlan, compare_plans
@@ -94,6 +96,8 @@ __all__ = [
     "ReshardReport",
     "RunReport",
     "ShardingError",
+    "Sync",
+    "SyncError",
     "TraceError",
     "TrainingState",
     "WeightMap",

@@ -4,7 +4,8 @@
     ├── TraceError         an init function that cannot be traced
     ├── ShardingError      rules or meshes that do not fit the model
     ├── CheckpointError    missing, corrupt, hostile or mismatching weights
-    └── DoesNotFitError    a plan that exceeds the device's memory
+    ├── DoesNotFitError    a plan that exceeds the device's memory
+    └── SyncError          weights that moved into a sampler in part, or not at all
     LazyModelWarning       code that works, but is probably a mistake
 
 Every message names its subject (variable path, file), what was expected, what was found, and the fix.
@@ -14,6 +15,7 @@ import re
 import sys
 import warnings
 from types import FrameType
+from typing import Any
 
 _OURS = ("lazymodel", "lazymodel_flax", "lazymodel_keras")
 # Modules possible between a user's line and ours: frameworks that call us, `with` statements, decorated functions.
@@ -95,6 +97,25 @@ class DoesNotFitError(LazyModelError):
         super().__init__(message)
         self.needed_nbytes = needed_nbytes
         self.limit_nbytes = limit_nbytes
+
+
+class SyncError(LazyModelError):
+    """Moving weights into a sampler failed; names the variables that are new.
+
+    Attributes:
+        sampler: The sampler with what is new and what is as before, to pass as `into` of the next call; None if it is
+            unchanged.
+
+    Example:
+        >>> try:
+        ...     sampler = lm.Sync(sharded, sharded)(model, into=sharded.materialize())
+        ... except lm.SyncError as error:
+        ...     sampler = error.sampler
+    """
+
+    def __init__(self, message: str, sampler: Any = None) -> None:
+        super().__init__(message)
+        self.sampler = sampler
 
 
 class LazyModelWarning(UserWarning):

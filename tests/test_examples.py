@@ -55,6 +55,7 @@ def test_every_example_is_tested() -> None:
         "quickstart.py",
         "signals.py",
         "train_sharded.py",
+        "trainer_and_sampler.py",
     }
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == tested
 
@@ -105,6 +106,11 @@ def test_grow_model() -> None:
     for name in ("6 layers, new ones zero", "320 hidden units", "8 experts"):
         assert float(lines[name][-1]) < 1e-4, name
     assert float(lines["6 layers, copies"][-1]) > 1e-2, "copies of whole layers are another function"
+
+
+def test_the_sampler_follows_the_trainer() -> None:
+    rewards = [float(each) for each in re.findall(r"mean reward (\S+)", run("trainer_and_sampler.py"))]
+    assert rewards[0] < 0.7 and rewards[-1] > 0.9
 
 
 def test_init_study(tmp_path: Path) -> None:

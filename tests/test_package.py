@@ -27,10 +27,10 @@ NAMES = {
     "lazymodel": """
         AbstractModel AbstractVariable Adapter Checkpoint CheckpointError Compile CoordinateCheck DoesNotFitError Fleet
         From Host LazyModelError LazyModelWarning LazyTensor LoadReport MemoryPlan Mup Progress ReshardReport RunReport
-        ShardingError TraceError TrainingState WeightMap WhatIf arithmetic_mesh auto build_abstract compare_plans
-        coordinate_check device_memory diff grow initializers map_checkpoint merge mup open_adapter open_checkpoint
-        path_key research reshard restore role save save_adapter save_step signals smallest_topology statistics topology
-        training_state
+        ShardingError Sync SyncError TraceError TrainingState WeightMap WhatIf arithmetic_mesh auto build_abstract
+        compare_plans coordinate_check device_memory diff grow initializers map_checkpoint merge mup open_adapter
+        open_checkpoint path_key research reshard restore role save save_adapter save_step signals smallest_topology
+        statistics topology training_state
     """,
     "lazymodel.checkpoints": """
         Checkpoint SafetensorsFile open_checkpoint

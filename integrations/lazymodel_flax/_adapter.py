@@ -82,10 +82,56 @@ class FlaxAdapter:
         shapes = {path: np.shape(array) for path, array in (self.arrays(model) or {}).items()}
         return _with_scales(named_pairs(shapes), model)
 
+    def places(self, model: Any) -> _Places | None:
+        """The variables of a module or state, whose arrays can be replaced in place; None for anything else."""
+        if isinstance(model, nnx.State):
+            found = {"/".join(map(str, keys)): leaf for keys, leaf in model.flat_state()}
+            plain = all(isinstance(leaf, nnx.Variable) and not leaf.hijax and not leaf.ref for leaf in found.values())
+            return _Places(found) if plain else None
+        if not isinstance(model, nnx.Module) or any(node.hijax or node.ref for node in _variables(model)):
+            return None
+        nodes = dict(nnx.iter_graph(model))
+        found = {"/".join(map(str, path)): node for path, node in nodes.items() if isinstance(node, nnx.Variable)}
+        edges: list[tuple[Any, Any, Any]] = []
+        for path, node in nodes.items():
+            parent = nodes.get(path[:-1])
+            is_object = isinstance(parent, nnx.Pytree)
+            if path:
+                edges.append((vars(parent), str(path[-1]), node) if is_object else (parent, path[-1], node))
+        places = _Places(found, edges)
+        return places if places.valid() else None
+
     def with_arrays(self, model: Any, arrays: Mapping[int, Any]) -> Any:
         graphdef, state = nnx.split(model) if _has_nodes(model) else (None, model)
         state = jax.tree.map(lambda leaf: arrays.get(id(leaf), leaf), state)
         return state if graphdef is None else nnx.merge(graphdef, state)
+
+
+class _Places:
+    """Variables by path. Those of a module are found once: walking through it takes longer than the rest of a call.
+
+    `edges` are all its objects: what holds one, the key there, and the object.
+    """
+
+    def __init__(self, variables: Mapping[str, Any], edges: Sequence[tuple[Any, Any, Any]] = ()) -> None:
+        self._variables, self._edges = variables, edges
+
+    def valid(self) -> bool:
+        """Returns True as long as it is known to be a module that consists of the same objects."""
+        try:
+            return bool(self._edges) and all(holder[key] is node for holder, key, node in self._edges)
+        except (LookupError, TypeError):
+            return False
+
+    def arrays(self) -> dict[str, Any]:
+        """The array of each variable."""
+        return {path: variable.get_raw_value() for path, variable in self._variables.items()}
+
+    def put(self, arrays: Mapping[int, Any]) -> None:
+        """Replaces arrays, by the `id` of the old ones."""
+        for variable in self._variables.values():
+            if (array := arrays.get(id(variable.get_raw_value()))) is not None:
+                variable.set_raw_value(array)
 
 
 adapter = FlaxAdapter()

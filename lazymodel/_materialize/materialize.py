@@ -199,7 +199,7 @@ class _Load:
         tensors = {path: read_as(read[path], source, choice) for path, source in choice.sources.items()}
         items = _items(read, tensors, self.shardings)
         self.moves = device_moves(items)
-        moved = {move.path for move in self.moves}
+        moved = {move.path for move, _ in self.moves}
         items = [item for item in items if item.path not in moved]
         check_replicas(replicas)
         self.exchanges = exchanges(items, replicas) if jax.process_count() > 1 else {}
@@ -208,7 +208,7 @@ class _Load:
 
     def details(self) -> Iterator[str]:
         """The programs that copy arrays or exchange parts, in order: the same in all processes."""
-        yield from (f"copy {move.path} {move.source.sharding}" for move in self.moves)
+        yield from (f"copy {move.path} {array.sharding}" for move, array in self.moves)
         yield from (f"exchange {path} {exchange.partition}" for path, exchange in self.exchanges.items())
 
 

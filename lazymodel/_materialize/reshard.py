@@ -1,8 +1,8 @@
 """Moves arrays between shardings: the function `reshard` for live models, and the exchange of what processes read.
 
-A compiled identity moves arrays whose devices stay the same, from device to device; others pass through the host in
-chunks, as if the old devices were a checkpoint. In an exchange each process reads a part of a variable that several
-hold (`_tensors/shards` decides which), and such an identity combines the parts.
+`reshard` is `_materialize/sync` without a mapping: `_materialize/transfer` has the programs. In an exchange each
+process reads a part of a variable that several hold (`_tensors/shards` decides which), and a compiled identity combines
+the parts.
 
 A program contains collective operations, so all processes run the same programs in the same order: the selection
 depends only on shapes, shardings and files, and the processes have verified that these are the same everywhere.
@@ -13,22 +13,23 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from lazymodel._abstract.framework import ModelSpec
-from lazymodel._abstract.variable import AbstractVariable, adapters, flatten_paths, in_memory, is_offloaded, on_device
+from lazymodel._abstract.variable import AbstractVariable, adapters, flatten_paths, is_offloaded
 from lazymodel._devices.collective import CollectiveScope, agreement
 from lazymodel._devices.hardware import is_live
 from lazymodel._errors import CheckpointError, LazyModelError, ShardingError
-from lazymodel._materialize.stream import StreamItem, in_file_order, stream
-from lazymodel._programs.jaxprs import as_keys, is_key, with_shards
+from lazymodel._materialize.pieces import Variable, copies_of, device_order
+from lazymodel._materialize.stream import StreamItem, in_file_order
+from lazymodel._materialize.transfer import Array, Group, Move, grouped_moves
+from lazymodel._programs.jaxprs import is_key, stored_as
 from lazymodel._show.progress import ProgressTo, Timeline, delivery, progress_for
 from lazymodel._show.table import Column, Report, Table, placed_text, shape_text, spec_text
 from lazymodel._show.text import closest, format_bytes, listed, parse_bytes, plural
@@ -41,8 +42,6 @@ from lazymodel._tensors.shards import (
     grouped,
     is_exchanged,
     mesh_processes,
-    mesh_size,
-    spec_axes,
 )
 
 
@@ -188,7 +187,6 @@ def _auto(mesh: Mesh) -> Mesh:
 # With donation, a group takes at most this fraction of the bytes on the most loaded device: the peak stays near the
 # model's own bytes, however small it is, and the time for so many waits is negligible.
 _PART = 16
-_LEAST_HOST = 16 << 20  # bytes of host memory below which reading in chunks becomes slow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +200,7 @@ class ReshardRow:
         nbytes: Bytes of the whole variable, counted once.
         before: Its partition spec, or sharding, as text, and its kind of memory unless that is the devices' own.
         after: The same for its new sharding.
-        way: `"kept"`, `"devices"` if it moved from device to device, or `"host"` if it passed through this host.
+        way: `"kept"`, or `"devices"` if it moved from device to device.
     """
 
     path: str
@@ -269,18 +267,16 @@ def reshard(
     """Moves a live model to other shardings, on the same devices or others, group by group; equal bit for bit.
 
     For example from a trainer's layout to a sampler's, from eight devices to four of them, or to the hosts' memory and
-    back (shardings with a `memory_kind`). Arrays whose devices stay the same move from device to device, in one process
-    or many, all of which must call this. Others pass through this host's memory in chunks, and must be on devices of
-    this process before and after.
+    back (shardings with a `memory_kind`). They move from device to device, and no device ever holds more of a variable
+    than its shards. If there are several processes, all of them must call this, and devices must stay the same.
 
     Args:
         tree: Any pytree of arrays, or a model of a known framework. Leaves other than `jax.Array` are left unchanged.
         shardings: One sharding for all; a mapping of path to sharding, with paths as in `build_abstract`; a
             pytree of shardings with the arrays' structure; or an abstract model that was sharded, which is the way to
             use rules. Variables without a sharding stay where they are.
-        max_device_memory: Bytes of a device, or `"1GiB"`, that the new arrays of a group of variables may take while
-            they move, temporaries included, and that pass through the host at a time. A variable that takes more moves
-            alone.
+        max_device_memory: Bytes of a device, or `"1GiB"`, that buffers for a group of variables may take while
+            they move. A variable that takes more moves alone.
         donate: True deletes each array once its copy is in place. Groups are then at most a sixteenth of the model.
             With False, a device holds both in the end.
         progress: As for `materialize`, in bytes of whole variables.
@@ -302,61 +298,47 @@ def reshard(
     start = time.perf_counter()
     limit = parse_bytes(max_device_memory, name="max_device_memory", at_least=1)
     deliver = delivery(cast(Any, report))
-    arrays, same, rebuild = _arrays(tree)
+    arrays, same, rebuild = live_arrays(tree)
     terms = {"done": "resharded", "given": "models differ", "hint": "Move the same model in all processes"}
     sharings = [array.sharding for array in arrays.values()]
     with agreement(sharings, **terms) as stage:
         moves = _moves(arrays, _targets(arrays, same, shardings))
         stage.outcome = f"move {len(moves)} arrays"
-        stage.details = "\n".join(f"{move.path} {move.source.shape} {move.target}" for move in moves)
+        stage.details = "\n".join(f"{move.path} {move.target.shape} {move.target.sharding}" for move in moves)
         counts = _Counts(arrays.values())
         if donate:
             limit = max(min(limit, counts.held // _PART), 1)
+        sources = {move.path: Array.of(arrays[move.path]) for move in moves}
+        groups = grouped_moves(moves, sources, limit, reuse=False)
     moved: dict[int, jax.Array] = {}  # `id` of the old array → new array
-    moving, bar = sum(move.source.nbytes for move in moves), progress_for(progress)
+    moving, bar = sum(arrays[move.path].nbytes for move in moves), progress_for(progress)
     bar.start(moving, f"resharding {plural(len(moves), 'variable')}")
     try:
         with agreement(sharings, **terms) as stage:
-            for move, array in _arriving(moves, limit, donate, stage, counts):
-                jax.block_until_ready(array)
-                if donate:
-                    move.source.delete()
-                moved[id(move.source)] = array
-                bar.advance(move.source.nbytes, move.path)
+            for group in groups:
+                given = [arrays[path] for path in group.sources]
+                counts.group(group, given, donate=donate)
+                stage.meet()
+                for source, array in zip(given, stage.together(lambda: group(given, [])), strict=True):  # noqa: B023
+                    if donate:
+                        source.delete()
+                    moved[id(source)] = array
+                bar.advance(sum(array.nbytes for array in given), group.sources[-1])
                 stage.check()
     finally:
         bar.finish()
     result = rebuild(moved)
     if deliver is not None:
-        seconds, ways = time.perf_counter() - start, {move.path: move.compiled for move in moves}
-        rows: list[ReshardRow] = []
-        for path, source in arrays.items():
-            texts = _text(source.sharding), _text(moved.get(id(source), source).sharding)
-            way = {True: "devices", False: "host", None: "kept"}[ways.get(path)]
-            rows.append(ReshardRow(path, tuple(source.shape), source.dtype.name, source.nbytes, *texts, way))
-        held = counts.held, counts.now()
-        deliver(cast(Any, ReshardReport(tuple(rows), moving, held, counts.peak, counts.groups, seconds)))
+        seconds, held = time.perf_counter() - start, (counts.held, counts.now())
+        rows = tuple(_row(path, source, moved.get(id(source))) for path, source in arrays.items())
+        deliver(cast(Any, ReshardReport(rows, moving, held, counts.peak, counts.groups, seconds)))
     return result
 
 
-@dataclasses.dataclass(frozen=True)
-class _Move:
-    """An array, its target, and how it moves."""
-
-    path: str
-    source: jax.Array
-    target: Sharding
-    compiled: bool  # True if it moves from device to device
-
-    @functools.cached_property
-    def program(self) -> tuple[Any, int]:
-        """The compiled program, and the bytes of a device that it needs."""
-        return _program(self.source.shape, self.source.dtype, self.source.sharding, self.target)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a device for the new array and for moving it."""
-        return self.program[1] if self.compiled else _shard_nbytes(self.source, self.target)
+def _row(path: str, source: jax.Array, moved: jax.Array | None) -> ReshardRow:
+    before, after = _text(source.sharding), _text((source if moved is None else moved).sharding)
+    way = "kept" if moved is None else "devices"
+    return ReshardRow(path, tuple(source.shape), source.dtype.name, source.nbytes, before, after, way)
 
 
 class _Counts:
@@ -373,27 +355,21 @@ class _Counts:
         """Bytes of the most loaded device."""
         return max(self._devices.values(), default=0)
 
-    def group(self, moves: Sequence[_Move], *, donate: bool) -> None:
+    def group(self, group: Group, sources: Sequence[jax.Array], *, donate: bool) -> None:
         """Counts the bytes of a group that moves."""
         self.groups += 1
-        for move in moves:
-            self._add(move.source, move.target, 1)
-        extra = sum(move.nbytes - _shard_nbytes(move.source, move.target) for move in moves)
-        self.peak = max(self.peak, self.now() + extra)
-        for move in moves if donate else ():
-            self._add(move.source, move.source.sharding, -1)
+        for source, target in zip(sources, group.wanted, strict=True):
+            self._add(source, target.sharding, 1)
+        self.peak = max(self.peak, self.now() + group.nbytes)
+        for source in sources if donate else ():
+            self._add(source, source.sharding, -1)
 
     def _add(self, array: jax.Array, sharding: Sharding, sign: int) -> None:
-        self._devices.update(dict.fromkeys(cast(Any, sharding).device_set, sign * _shard_nbytes(array, sharding)))
+        nbytes = Array(array.shape, array.dtype, sharding).shard_nbytes
+        self._devices.update(dict.fromkeys(cast(Any, sharding).device_set, sign * nbytes))
 
 
-def _shard_nbytes(array: jax.Array, sharding: Sharding) -> int:
-    """Bytes of a device for its shard; 0 if it is in other memory."""
-    shape = sharding.shard_shape(array.shape)
-    return 0 if is_offloaded(sharding) else math.prod(shape) * array.dtype.itemsize
-
-
-def _arrays(tree: Any) -> tuple[dict[str, jax.Array], dict[str, str], Callable[[Mapping[int, Any]], Any]]:
+def live_arrays(tree: Any) -> tuple[dict[str, jax.Array], dict[str, str], Callable[[Mapping[int, Any]], Any]]:
     """A model's arrays by path, each once; all paths → the path under which the array is listed; and a function that
     replaces arrays, by the `id` of the old ones.
     """
@@ -446,9 +422,9 @@ def _targets(arrays: Mapping[str, jax.Array], same: Mapping[str, str], shardings
     return targets
 
 
-def _moves(arrays: Mapping[str, jax.Array], targets: Mapping[str, Sharding]) -> list[_Move]:
+def _moves(arrays: Mapping[str, jax.Array], targets: Mapping[str, Sharding]) -> list[Move]:
     """Arrays that move, in the model's order."""
-    moves: list[_Move] = []
+    moves: list[Move] = []
     wrong: list[str] = []
     for path, source in arrays.items():
         target = targets.get(path)
@@ -461,112 +437,54 @@ def _moves(arrays: Mapping[str, jax.Array], targets: Mapping[str, Sharding]) -> 
             continue
         if planned := [device for device in cast(Any, target).device_set if not is_live(device)]:
             raise LazyModelError(f"{path!r} would go to {planned[0]}, which is only planned for")
-        compiled = _devices(source.sharding) == _devices(target)
-        if not compiled and not (source.is_fully_addressable and target.is_fully_addressable):
+        local = source.is_fully_addressable and target.is_fully_addressable
+        if not local and device_order(source.sharding) != device_order(target):
             raise LazyModelError(
                 f"{path!r}: some of its devices, before or after, are those of other processes, and it can only move "
                 "between processes if the devices and their order stay the same. Use a mesh of the same devices "
                 "in the same order, or save it and load it there"
             )
-        moves.append(_Move(path, source, target, compiled))
+        moves.append(_move(path, source, target))
     if wrong:
         raise ShardingError("; ".join(wrong[:3]) + (f" ({len(wrong)} variables)" if len(wrong) > 3 else ""))
     return moves
 
 
-def _devices(sharding: Sharding) -> Sequence[Any]:
-    """The devices of a sharding in its order, on which programs depend; the sharding itself if the order is unknown."""
-    if isinstance(sharding, NamedSharding):
-        return tuple(cast(Any, sharding.mesh).devices.flat)
-    devices = tuple(cast(Any, sharding).device_set)
-    return devices if len(devices) == 1 else (sharding,)
+def _move(path: str, source: jax.Array, target: Sharding) -> Move:
+    """How an array gets another sharding."""
+    shape, dtype = stored_as(source.shape, source.dtype)
+    names, copies = copies_of(path, LazyTensor(Variable(path, shape, dtype)), shape)
+    return Move(path, Array(source.shape, source.dtype, target), names or (path,), copies)
 
 
-def _arriving(
-    moves: Sequence[_Move], limit: int, donate: bool, stage: CollectiveScope, counts: _Counts
-) -> Iterator[tuple[_Move, jax.Array]]:
-    """Yields each move with its new array: moves between devices in groups, then those through the host."""
-    by_path = {move.path: move for move in moves}
-    compiled = [move for move in moves if move.compiled]
-    yield from _moved_on_devices(compiled, limit, stage, lambda group: counts.group(group, donate=donate))
-    items: list[StreamItem] = []
-    for move in moves:
-        if not move.compiled:
-            data = jax.random.key_data(move.source) if is_key(move.source.dtype) else move.source
-            tensor = LazyTensor(DeviceTensor(move.path, data))
-            items.append(StreamItem(move.path, tensor, tensor.shape, tensor.dtype, move.target))
-    for path, array in stream(items, max_host_memory=max(limit, _LEAST_HOST)):
-        counts.group([by_path[path]], donate=donate)
-        yield by_path[path], as_keys(array, by_path[path].source.dtype)
-
-
-def _moved_on_devices(
-    moves: Sequence[_Move], limit: int, stage: CollectiveScope, begin: Callable[[Sequence[_Move]], object] = len
-) -> Iterator[tuple[_Move, jax.Array]]:
-    """Yields each move with its new array, in groups of at most `limit` bytes of a device. Calls `begin` with each."""
-    by_path = {move.path: move for move in moves}
-    for paths in grouped({move.path: move.nbytes for move in moves}, limit):
-        group = [by_path[path] for path in paths]
-        begin(group)
-        stage.meet()
-        arrays = stage.together(lambda group=group: [with_shards(move.program[0](move.source)) for move in group])
-        yield from zip(group, arrays, strict=True)
-        del arrays
-
-
-def device_moves(items: Iterable[StreamItem]) -> list[_Move]:
+def device_moves(items: Iterable[StreamItem]) -> list[tuple[Move, jax.Array]]:
     """The items whose tensors are arrays on the devices where they go, so that they need not pass through the host.
 
     Hosts copy small arrays, and arrays in their own memory, before a program would be compiled.
     """
-    moves: list[_Move] = []
+    moves: list[tuple[Move, jax.Array]] = []
     for item in items:
         tensor = cast(LazyTensor, item.tensor)
         source = tensor.source
         if not isinstance(source, DeviceTensor) or tensor.dtype != item.dtype or not tensor.is_whole:
             continue
         fast = tensor.nbytes < shards.SMALL or shards.boxes_for(item.sharding, item.shape).on_host
-        if _devices(source.array.sharding) == _devices(item.sharding) and not (source.complete and fast):
-            moves.append(_Move(item.path, source.array, item.sharding, True))
+        known = all(isinstance(sharding, NamedSharding) for sharding in (source.array.sharding, item.sharding))
+        if (source.complete and fast) or not known:
+            continue
+        if device_order(source.array.sharding) == device_order(item.sharding):
+            moves.append((_move(item.path, source.array, item.sharding), source.array))
     return moves
 
 
-def copied(moves: Sequence[_Move], stage: CollectiveScope) -> Iterator[tuple[str, jax.Array]]:
+def copied(moves: Iterable[tuple[Move, jax.Array]], stage: CollectiveScope) -> Iterator[tuple[str, jax.Array]]:
     """Yields (path, array): copies of arrays from device to device, group by group. All processes call this."""
-    return ((move.path, array) for move, array in _moved_on_devices(moves, shards.GROUP, stage))
-
-
-@functools.lru_cache(maxsize=1024)
-def _program(shape: tuple[int, ...], dtype: Any, source: Sharding, target: Sharding) -> tuple[Any, int]:
-    """The program that moves arrays of a kind, and the bytes of a device that it needs, its result included."""
-    here, there = (cast(Sharding, in_memory(sharding, None, "")) for sharding in (source, target))
-
-    def move(array: jax.Array) -> jax.Array:
-        # In device memory, where JAX computes with bits and devices can send.
-        return through(on_device(array, source), (here, _finest(there, shape), there))
-
-    struct = jax.ShapeDtypeStruct(shape, dtype, sharding=source)
-    program = jax.jit(move, out_shardings=target)
-    memory = program.lower(struct).compile().memory_analysis()  # the later call reuses it
-    return program, int(memory.output_size_in_bytes + memory.temp_size_in_bytes) if memory else 0
-
-
-def _finest(target: Sharding, shape: tuple[int, ...]) -> Sharding:
-    """The sharding that also splits what the target replicates, as far as it divides.
-
-    Every device then receives its part of its final shard, and gathers the rest. Without this intermediate sharding,
-    XLA's partitioner may gather the whole array on every device.
-    """
-    if not isinstance(target, NamedSharding) or not isinstance(target.mesh, Mesh):
-        return target
-    entries = spec_axes(target.spec, len(shape))
-    used = {name for names in entries for name in names}
-    for name in (name for name in target.mesh.axis_names if name not in used):
-        for axis, names in enumerate(entries):
-            if shape[axis] and shape[axis] % mesh_size(target.mesh, (*names, name)) == 0:
-                entries[axis] = (*names, name)
-                break
-    return NamedSharding(target.mesh, PartitionSpec(*entries))
+    arrays = {move.path: array for move, array in moves}
+    sources = {path: Array.of(array) for path, array in arrays.items()}
+    for group in grouped_moves([move for move, _ in moves], sources, shards.GROUP, reuse=False):
+        given = [arrays[path] for path in group.sources]
+        stage.meet()
+        yield from zip(group.targets, stage.together(lambda: group(given, [])), strict=True)  # noqa: B023
 
 
 def _text(sharding: Sharding) -> str:

@@ -39,6 +39,17 @@ TRANSPOSED = 256 << 10  # bytes of a tile when transposing: fits a core's cache,
 
 
 @dataclasses.dataclass(frozen=True)
+class Arithmetic:
+    """Elementwise arithmetic of one array and scalars: a function of NumPy and its operands, None for the array."""
+
+    function: Any
+    operands: tuple[Any, ...]
+
+    def __call__(self, values: np.ndarray) -> np.ndarray:
+        return np.asarray(self.function(*(values if operand is None else operand for operand in self.operands)))
+
+
+@dataclasses.dataclass(frozen=True)
 class Convert:
     """One deferred elementwise conversion: a cast to `dtype`, a reinterpretation of the same bits, or arithmetic."""
 

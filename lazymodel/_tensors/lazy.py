@@ -15,7 +15,7 @@ import numpy as np
 
 from lazymodel._errors import CheckpointError
 from lazymodel._tensors.boxes import Box, box_shape, checked_box, clip, intersect, shift, whole_box
-from lazymodel._tensors.buffers import Convert, DType, Steps, Workspace, empty_aligned
+from lazymodel._tensors.buffers import Arithmetic, Convert, DType, Steps, Workspace, empty_aligned
 from lazymodel._tensors.tensor_source import ArrayTensor, CompositeSource, Part, View, fill, fill_parts
 
 READ_WORKSPACE = 64 << 20  # bytes of temporaries when a tensor is read outside of a stream
@@ -225,11 +225,8 @@ _SCALAR_UFUNCS: frozenset[Any] = frozenset((np.add, np.subtract, np.multiply, np
 
 def _arithmetic(ufunc: Any, dtype: DType, inputs: tuple[Any, ...]) -> Convert:
     """Arithmetic of one array and scalars as a conversion. Raises the errors that NumPy raises for the array."""
-
-    def compute(values: np.ndarray) -> np.ndarray:
-        return np.asarray(ufunc(*(value if isinstance(value, _SCALARS) else values for value in inputs)))
-
-    inputs = tuple(value if isinstance(value, _SCALARS) else None for value in inputs)  # keeps no tensor alive
+    # Without the array itself, so that no tensor is kept alive.
+    compute = Arithmetic(ufunc, tuple(value if isinstance(value, _SCALARS) else None for value in inputs))
     return Convert(compute(np.empty(1, dtype)[:0]).dtype, function=compute)
 
 

@@ -386,3 +386,26 @@ def test_quantizing_without_qwix(monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (lambda: abstract.quantize("int8"), lambda: abstract.lora(2)):
         with pytest.raises(lm.LazyModelError, match="pip install qwix"):
             step()
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_a_sampler_follows_its_trainer(mesh8: Mesh, live: bool) -> None:
+    """The module of the sampler is changed in place, whatever becomes of the trainer's module."""
+    low, high = (Mesh(devices, ("model",)) for devices in np.split(mesh8.devices, 2))
+    trainer = lm.build_abstract(nnx.Linear, 16, 32, rngs=nnx.Rngs(0)).shard(
+        low, {"kernel": jax.P("model"), "bias": jax.P()}
+    )
+    half = lm.build_abstract(nnx.Linear, 16, 32, param_dtype=jax.numpy.bfloat16, rngs=nnx.Rngs(1))
+    sampler = half.shard(high, {"kernel": jax.P(None, "model"), "bias": jax.P("model")})
+    training, sampling = trainer.materialize(), sampler.materialize()
+    sync = lm.Sync(training, sampling) if live else lm.Sync(trainer, sampler)
+    for factor in (1, 2, 3):
+        if factor == 3:
+            training = trainer.materialize()
+            training.kernel = nnx.Param(training.kernel[...] * 2)
+        training.kernel[...] = training.kernel[...] * factor
+        assert sync(training, into=sampling) is sampling
+        assert sampling.kernel[...].sharding == NamedSharding(high, jax.P(None, "model"))
+        expected = np.asarray(training.kernel[...]).astype(jax.numpy.bfloat16)
+        assert np.asarray(sampling.kernel[...]).tobytes() == expected.tobytes()
+    sampling(jax.numpy.ones((2, 16), jax.numpy.bfloat16))

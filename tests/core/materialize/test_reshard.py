@@ -59,8 +59,8 @@ def model(mesh: Mesh, spec: P) -> dict[str, Any]:
         ("sampler", P(None, "model"), "devices"),
         ("sampler", P("model", "data"), "devices"),
         ("sampler", P(), "devices"),
-        ("four", P("model"), "host"),
-        ("turned", P("data", "model"), "host"),
+        ("four", P("model"), "devices"),
+        ("turned", P("data", "model"), "devices"),
     ],
 )
 def test_every_bit_is_as_it_was(meshes: dict[str, Mesh], there: str, spec: P, way: str, donate: bool) -> None:

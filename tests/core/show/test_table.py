@@ -229,6 +229,7 @@ def reports(mesh: Mesh, folder: Path) -> dict[type, Any]:
         loads[0],
         loads[0].timeline,
         reshards[0],
+        lm.Sync(sharded, model),
         lm.statistics(model),
         runs[0],
         signals,

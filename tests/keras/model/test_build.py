@@ -600,3 +600,19 @@ def test_a_live_model_is_a_source(mesh8: Mesh) -> None:
         abstract.materialize(live)
     with pytest.warns(UserWarning, match="strict=False leaves out"):
         assert_same_values(live.variables, abstract.materialize(live, strict=False).variables)
+
+
+def test_a_sampler_follows_its_trainer_in_place(mesh8: Mesh) -> None:
+    def build(dtype: str) -> keras.Model:
+        return keras.Sequential([keras.Input((16,)), layers.Dense(32, dtype=dtype, name="a")], name="m")
+
+    low, high = (Mesh(devices, ("model",)) for devices in np.split(mesh8.devices, 2))
+    trainer = lm.build_abstract(build, "float32").shard(low, {".*kernel": P("model"), ".*": P()})
+    sampler = lm.build_abstract(build, "bfloat16").shard(high, {".*kernel": P(None, "model"), ".*": P("model")})
+    sync, model, copy = lm.Sync(trainer, sampler), trainer.materialize(), sampler.materialize()
+    for _ in range(2):
+        model.layers[0].kernel.assign(model.layers[0].kernel * 2)
+        assert sync(model, into=copy) is copy
+        expected = np.asarray(model.layers[0].kernel).astype(jnp.bfloat16)
+        assert np.asarray(copy.layers[0].kernel.value).tobytes() == expected.tobytes()
+    assert copy.layers[0].kernel.value.sharding == NamedSharding(high, P(None, "model"))

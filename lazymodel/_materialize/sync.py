@@ -1,0 +1,380 @@
+"""`Sync`: a sampler model that follows its trainer, planned and compiled once from two models.
+
+Which elements move is decided in `_materialize/pieces`, and `_materialize/transfer` has the programs.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import numpy as np
+
+from lazymodel._abstract.framework import ModelSpec
+from lazymodel._abstract.variable import (
+    AbstractVariable,
+    adapters,
+    device_shardings,
+    matched_paths,
+    refuse_deleted,
+    stays_on_host,
+)
+from lazymodel._devices.collective import agreement
+from lazymodel._devices.hardware import require_live
+from lazymodel._errors import LazyModelError, SyncError
+from lazymodel._mapping.match import MappedCheckpoint
+from lazymodel._mapping.table import WeightMap, map_checkpoint
+from lazymodel._materialize.pieces import Variable, copies_of
+from lazymodel._materialize.reshard import live_arrays
+from lazymodel._materialize.transfer import Array, Group, Move, grouped_moves, routed
+from lazymodel._programs.jaxprs import as_keys, stored_as
+from lazymodel._show.table import Column, Table, Tabled, placed_text, shape_text, spec_text
+from lazymodel._show.text import closest, first_of, format_bytes, listed, parse_bytes, plural
+from lazymodel._tensors.casting import refusal
+from lazymodel._tensors.lazy import LazyTensor
+from lazymodel._tensors.shards import misshapen
+
+_PART = 8  # of the sampler's bytes on a device, for buffers: with fewer groups, a call waits less often
+_LEAST = 1 << 20  # bytes of a device in buffers below which more groups only cost more programs
+_Rule = str | Callable[[str], bool]
+
+
+class Sync(Tabled):
+    """Moves the weights of a trainer into a sampler with other names, layouts, dtypes and devices.
+
+    It is planned, checked and compiled once. Every call then moves the fewest bytes between devices, in groups of
+    variables, into the memory of the sampler's old values. No device ever holds more of a variable than its shards.
+
+    The devices may be the same, a part of them, or others of this process. With several processes they must be the
+    same in the same order, and all processes call it.
+
+    Args:
+        trainer, sampler: Two models, each abstract with shardings, or live. A live one is only looked at.
+        mapping: A `WeightMap` whose tensors are the trainer's variables; or a function of them, as for
+            `map_checkpoint`. None for equal paths. It may have views, joins, casts and arithmetic with one number.
+        only: The sampler's variables to move: a regular expression of whole paths, or a function of a path. For
+            example only LoRA pairs, or what is trained.
+        max_device_memory: Bytes of a device, or `"1GiB"`, for buffers. They never take more than an eighth of the
+            sampler, or 1 MiB. A variable that takes more moves alone.
+
+    Attributes:
+        moved_nbytes: Bytes that devices send to others in a call, all together.
+        kept_nbytes: Bytes that stay on their device, from the trainer's values into the sampler's.
+        computed_nbytes: Bytes of the sampler's variables, each counted once, that are cast or computed on the way.
+        peak_nbytes: Most bytes that a device holds meanwhile: both models, and a group's buffers.
+        num_groups: The number of groups.
+        compiled: The compiled programs, which groups of one kind share.
+
+    Raises:
+        LazyModelError: A variable has no source, another shape, or a dtype that loses values; the mapping does not
+            match or needs other computations; devices that JAX cannot move between.
+
+    Example:
+        >>> samplers = abstract.shard(Mesh(np.array(jax.devices()[:4]), ("model",)), {".*": P(None, "model")})
+        >>> sync = lm.Sync(sharded, samplers)
+        >>> sampler = samplers.materialize()
+        >>> sampler = sync(model, into=sampler)  # after every few steps of training
+        >>> bool((np.asarray(sampler["up"]["kernel"]) == np.asarray(model["up"]["kernel"])).all())
+        True
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        sampler: Any,
+        mapping: WeightMap | Callable[..., Any] | None = None,
+        *,
+        only: _Rule | None = None,
+        max_device_memory: int | str = "1GiB",
+    ) -> None:
+        limit = parse_bytes(max_device_memory, name="max_device_memory", at_least=1)
+        own, aliases = _variables(trainer, "trainer")
+        self._wanted, _ = _variables(sampler, "sampler")
+        placed = {path: _placed(variable) for path, variable in own.items()}
+        targets = {path: _placed(variable) for path, variable in self._wanted.items()}
+        chosen = _chosen(only, [path for path, variable in self._wanted.items() if not stays_on_host(variable)])
+        values = _values(own, aliases, self._wanted, mapping, chosen, complete=only is None)
+        moves = [_move(path, values[path], targets[path]) for path in chosen if path in values]
+        if not moves:
+            raise LazyModelError(
+                "no variable of the sampler gets a value from the trainer: check `only` and the mapping"
+            )
+        self._used = {name: own[name] for move in moves for name in move.names}
+        held = _held(placed, targets)
+        limit = min(limit, max(_held(targets) // _PART, _LEAST))
+        self._groups = grouped_moves(moves, placed, limit, reuse=True)
+        self._routes = routed(moves, placed)
+        self._names = {move.path: move.names for move in moves}
+        self._places: dict[str, Any] = {}
+        self.moved_nbytes = sum(route.sent_nbytes() for route in self._routes.values())
+        self.kept_nbytes = sum(route.sent_nbytes(stays=True) for route in self._routes.values())
+        self.computed_nbytes = sum(self._wanted[path].nbytes for path, each in self._routes.items() if each.computed)
+        self.peak_nbytes = held + max(group.nbytes for group in self._groups)
+        self.num_groups = len(self._groups)
+        programs = {id(group.program): group.program for group in self._groups}
+        self.compiled = tuple(each for program in programs.values() for each in program.compiled)
+
+    def __call__(self, trainer: Any, *, into: Any) -> Any:
+        """Moves a trainer's weights into a sampler.
+
+        Args:
+            trainer: The live trainer, with the shapes, dtypes and shardings that were planned. It is not changed.
+            into: The live sampler. Its values that are replaced are donated: use the result instead.
+
+        Returns:
+            The sampler with the new values; a Keras model or an NNX module is changed in place, and returned.
+
+        Raises:
+            LazyModelError: An array is deleted, not as planned, or in both models; the sampler is as it was.
+            SyncError: A group failed; `sampler` of the error is the sampler, some of whose variables are new.
+        """
+        given, _ = self._arrays(trainer, self._used, "trainer")
+        old, rebuild = self._arrays(into, self._names, "sampler")
+        _check_apart(given, old)
+        moved: dict[int, jax.Array] = {}
+        terms = {"done": "moved", "given": "models differ", "hint": "Call the same Sync in all processes"}
+        shardings = [array.sharding for array in given.values()] if jax.process_count() > 1 else []
+        with agreement(shardings, **terms) as stage:
+            for group in self._groups:
+                sources, targets = [given[path] for path in group.sources], [old[path] for path in group.targets]
+                stage.meet()
+                try:
+                    new = stage.together(lambda: group(sources, targets))  # noqa: B023
+                except Exception as error:
+                    raise self._failure(error, group, old, moved, rebuild) from error
+                moved.update(zip(map(id, targets), new, strict=True))
+        return rebuild(moved)
+
+    def _arrays(
+        self, model: Any, wanted: Mapping[str, Any], what: str
+    ) -> tuple[dict[str, jax.Array], Callable[[Mapping[int, Any]], Any]]:
+        """The live arrays at these paths, checked; and the function that puts others into the model."""
+        arrays, same, rebuild = self._live(model, wanted, what)
+        variables = self._used if what == "trainer" else self._wanted
+        found: dict[str, jax.Array] = {}
+        for path in wanted:
+            if path not in same:
+                raise LazyModelError(f"the {what} has no array {path!r}, which was planned{closest(path, same)}")
+            array, variable = arrays[same[path]], variables[path]
+            expected = variable.sharding
+            if (
+                array.shape != variable.shape
+                or array.dtype != variable.dtype
+                or not (
+                    expected == array.sharding
+                    or expected is None
+                    or expected.is_equivalent_to(array.sharding, array.ndim)
+                )
+            ):
+                kinds = ((v.dtype.name, v.shape, v.sharding) for v in cast(Any, (variable, array)))
+                planned, now = (f"{dtype}{list(shape)} on {sharding}" for dtype, shape, sharding in kinds)
+                raise LazyModelError(
+                    f"{path!r} of the {what}: expected {planned}, as planned, found {now}. Make a new lm.Sync for it"
+                )
+            found[path] = array
+        return found, rebuild
+
+    def _live(self, model: Any, wanted: Mapping[str, Any], what: str) -> Any:
+        """As `live_arrays`; quick for a module that was given before, which is changed in place."""
+        known, places = self._places.get(what, (None, None))
+        if known is None or known() is not model or not places.valid():
+            found = (cast(Any, adapter).places(model) for adapter in adapters() if hasattr(adapter, "places"))
+            places = next((each for each in found if each is not None), None)
+            if places is None:
+                return live_arrays(model)
+            self._places[what] = weakref.ref(model), places
+        arrays = places.arrays()
+        if not all(isinstance(arrays.get(path), jax.Array) for path in wanted):
+            return live_arrays(model)
+        refuse_deleted({path: arrays[path] for path in wanted})
+
+        def rebuild(moved: Mapping[int, Any]) -> Any:
+            places.put(moved)
+            return model
+
+        return arrays, dict(zip(arrays, arrays, strict=True)), rebuild
+
+    def _failure(self, error: Exception, group: Group, old: Any, moved: dict[int, Any], rebuild: Any) -> Exception:
+        """The error for a group that failed; its donated values are lost, so zeros replace them."""
+        lost = [path for path in group.targets if old[path].is_deleted()]
+        if not moved and not lost:
+            return SyncError(f"nothing was moved, the sampler is as it was: {error}", None)
+        for path in lost:
+            moved[id(old[path])] = _zeros(old[path])
+        new = [path for path in old if id(old[path]) in moved and path not in lost]
+        text = f"{plural(len(new), 'variable')} of the sampler are new"
+        text += f" ({listed(map(repr, new))})" if new else ""
+        text += f", {listed(map(repr, lost))} are lost" if lost else ""
+        return SyncError(
+            f"{text}, the others as before: {error}. Call it again with into=error.sampler, or load the sampler again",
+            rebuild(moved),
+        )
+
+    def table(self) -> Table:
+        """A row for each variable that gets a value."""
+        nbytes = sum(self._wanted[path].nbytes for path in self._names)
+        title = f"sync: {plural(len(self._names), 'variable')}, {format_bytes(nbytes)}"
+        columns = (
+            *(Column.names("variable"), Column("shape"), Column("dtype"), Column("trainer"), Column("sampler")),
+            *(Column.nbytes("moves"), Column.nbytes("stays"), Column.notes("how")),
+        )
+        rows: list[Any] = []
+        for path, names in self._names.items():
+            variable, route = self._wanted[path], self._routes[path]
+            sources = [self._used[name] for name in names]
+            before = dict.fromkeys(_text(source) for source in sources)
+            casts = [source.dtype.name for source in sources[:1] if source.dtype != variable.dtype]
+            how = ", ".join(
+                (*(f"cast from {name}" for name in casts), *([f"of {len(names)}"] if len(names) > 1 else []))
+            )
+            cells = shape_text(variable.shape), variable.dtype.name, ", ".join(before), _text(variable)
+            rows.append((path, *cells, route.sent_nbytes(), route.sent_nbytes(stays=True), how))
+        kept = [path for path in self._wanted if path not in self._names]
+        lines = [
+            f"{format_bytes(self.moved_nbytes)} move between devices, {format_bytes(self.kept_nbytes)} stay; values of "
+            f"{format_bytes(self.computed_nbytes)} are computed",
+            f"{plural(self.num_groups, 'group')}, {plural(len(self.compiled), 'program')}; most loaded device: "
+            f"{format_bytes(self.peak_nbytes)} at the peak",
+            *(
+                [f"{plural(len(kept), 'variable')} of the sampler keep their values: {listed(map(repr, kept))}"]
+                if kept
+                else []
+            ),
+        ]
+        return Table(title, columns, rows, lines)
+
+
+# Planning -------------------------------------------------------------------------------------------------------------
+
+
+def _variables(model: Any, what: str) -> tuple[dict[str, AbstractVariable], dict[str, str]]:
+    """The variables of an abstract or a live model with shardings; and other paths of these → their path."""
+    if isinstance(model, ModelSpec):
+        require_live(model.variables)
+        shardings = device_shardings(model.variables)
+        used = {path: model.framework.usable_sharding(sharding) or sharding for path, sharding in shardings.items()}
+        found = {path: dataclasses.replace(each, sharding=used[path]) for path, each in model.items()}
+        return found, dict(model.aliases)
+    if model is None or isinstance(model, str):
+        raise LazyModelError(f"expected an abstract or a live model as the {what}, got {model!r}")
+    arrays, same, _ = live_arrays(model)
+    found = {
+        path: AbstractVariable(path, tuple(array.shape), array.dtype, array.sharding, "live")
+        for path, array in arrays.items()
+    }
+    return found, {path: first for path, first in same.items() if path != first}
+
+
+def _chosen(only: _Rule | None, paths: Sequence[str]) -> list[str]:
+    if only is None:
+        return list(paths)
+    if callable(only):
+        found = [path for path in paths if only(path)]
+    else:
+        found = matched_paths(only, paths, LazyModelError, "only")
+    if not found:
+        raise LazyModelError(f"only={only!r} chooses no variable of the sampler: {first_of(paths, 'path')}")
+    return found
+
+
+def _values(
+    own: Mapping[str, AbstractVariable],
+    aliases: Mapping[str, str],
+    wanted: Mapping[str, AbstractVariable],
+    mapping: Any,
+    chosen: Sequence[str],
+    *,
+    complete: bool,
+) -> Mapping[str, LazyTensor]:
+    """The values of the sampler's variables as views of the trainer's."""
+    tensors = {path: LazyTensor(Variable(path, *variable.stored)) for path, variable in own.items()}
+    tensors |= {other: tensors[path] for other, path in aliases.items()}
+    if mapping is None:
+        if absent := [path for path in chosen if path not in tensors]:
+            raise LazyModelError(
+                f"the trainer has no variable {absent[0]!r} ({len(absent)} of the sampler's {len(wanted)} are missing)"
+                f"{closest(absent[0], tensors)}. Pass a mapping, or `only` for the variables that it has"
+            )
+        return tensors
+    if not isinstance(mapping, WeightMap):
+        values = map_checkpoint(MappedCheckpoint(tensors, None), mapping)
+        if unknown := [path for path in values if path not in wanted]:
+            raise LazyModelError(
+                f"the mapping returns {unknown[0]!r}, which the sampler lacks{closest(unknown[0], wanted)}"
+            )
+        return values
+    values, report = mapping.apply(tensors, wanted)
+    if not complete:
+        selected = set(chosen)
+        for found in (report.unused, report.unmatched):
+            found.clear()
+        for found in (report.missing, report.ambiguous, report.misshapen):
+            for path in [path for path in found if path not in selected]:
+                del found[path]
+    if problems := report.problems():
+        raise LazyModelError(
+            "the trainer, as a checkpoint, does not fit the sampler as mapped.\n" + "\n".join(problems) + "\nFix the "
+            "table; its `ignore` names variables of the trainer that the sampler does not need"
+        )
+    return values
+
+
+def _move(path: str, tensor: LazyTensor, target: Array) -> Move:
+    """How a variable gets its value; raises LazyModelError if shapes differ, or a cast would lose values."""
+    shape, dtype = stored_as(target.shape, target.dtype)
+    if tensor.shape != shape:
+        raise LazyModelError(
+            f"{misshapen(path, shape, tensor.shape, 'the trainer')}; pass a mapping that makes this shape"
+        )
+    if refusal(path, tensor, dtype, ""):
+        raise LazyModelError(
+            f"{path!r}: expected {dtype.name}, found {tensor.dtype.name} in the trainer: a cast would lose values. A "
+            "quantized sampler cannot be written: sync into one of floats, and quantize that"
+        )
+    return Move(path, target, *copies_of(path, tensor.astype(dtype), shape))
+
+
+def _check_apart(given: Mapping[str, jax.Array], old: Mapping[str, jax.Array]) -> None:
+    """Raises LazyModelError for an array that would be donated while something else needs it."""
+    first = {id(array): path for path, array in given.items()}
+    seen: dict[int, str] = {}
+    for path, array in old.items():
+        if (other := first.get(id(array))) is not None:
+            raise LazyModelError(
+                f"{path!r} of the sampler is the trainer's own array {other!r}, which would be donated: begin with a "
+                "copy, jax.tree.map(jax.numpy.copy, sampler)"
+            )
+        if (other := seen.setdefault(id(array), path)) != path:
+            raise LazyModelError(
+                f"{path!r} and {other!r} of the sampler are one array, and were planned as two: make the lm.Sync from "
+                "this sampler, or copy the array"
+            )
+
+
+def _zeros(array: jax.Array) -> jax.Array:
+    """Zeros of a deleted array's shape, dtype and sharding."""
+    shape, dtype = stored_as(array.shape, array.dtype)
+    zeros = np.broadcast_to(np.zeros((), dtype), shape)
+    made = jax.make_array_from_callback(shape, array.sharding, lambda index: np.ascontiguousarray(zeros[index]))
+    return as_keys(made, array.dtype)
+
+
+def _held(*models: Mapping[str, Array]) -> int:
+    """Bytes of models on the most loaded device."""
+    devices: collections.Counter[Any] = collections.Counter()
+    for array in (array for model in models for array in model.values()):
+        devices.update(dict.fromkeys(cast(Any, array.sharding).device_set, array.shard_nbytes))
+    return max(devices.values(), default=0)
+
+
+def _placed(variable: AbstractVariable) -> Array:
+    return Array(variable.shape, variable.dtype, cast(Any, variable.sharding))
+
+
+def _text(variable: AbstractVariable) -> str:
+    spec = type(variable.sharding).__name__ if variable.spec is None else spec_text(variable.spec)
+    return placed_text(spec, variable.memory_kind)

@@ -1,0 +1,595 @@
+"""Programs that move pieces of arrays between devices, for groups of variables; `_materialize/pieces` plans the pieces.
+
+Each device cuts what others need into a buffer for each round of exchange, and puts what it gets into its own shards.
+If the devices stay the same, in one process or many, that is one program, which exchanges with `ppermute`. Otherwise it
+is a program on the old devices, `jax.device_put` of the buffers, and a program on the new ones, all in one process.
+Either way a byte moves once, and no device holds more of a variable than its shard.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, Self, TypeAlias, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from lazymodel._abstract.variable import is_offloaded, on_device
+from lazymodel._devices.hardware import compile_lowered
+from lazymodel._errors import LazyModelError
+from lazymodel._materialize.pieces import Copy, Round, Route, Slot, device_order, route
+from lazymodel._programs.jaxprs import as_keys, is_key, stored_as, with_shards
+from lazymodel._show.text import grouped_by, listed
+from lazymodel._tensors.buffers import Arithmetic, Convert
+from lazymodel._tensors.shards import grouped, spec_axes
+
+_Start: TypeAlias = "tuple[bool, int]"  # True and a column of a table with a row for each device, or False and a number
+_Starts: TypeAlias = "tuple[_Start, ...]"
+_Recipe: TypeAlias = "tuple[tuple[Route, tuple[int, ...]], ...]"  # of each target, its route and its arguments
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """The shape, dtype and sharding of an array; shapes and dtypes of PRNG keys are their own."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: Sharding
+
+    @classmethod
+    def of(cls, array: jax.Array) -> Self:
+        """The description of a live array."""
+        return cls(tuple(array.shape), array.dtype, array.sharding)
+
+    @functools.cached_property
+    def struct(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=automatic(self.sharding))
+
+    @property
+    def shard_nbytes(self) -> int:
+        """Bytes of a device for its shard; 0 if it is in other memory."""
+        shape = self.sharding.shard_shape(self.shape)
+        return 0 if is_offloaded(self.sharding) else math.prod(shape) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """A variable that gets its value from others."""
+
+    path: str
+    target: Array
+    names: tuple[str, ...]  # the paths of its sources
+    copies: tuple[Copy, ...]
+
+
+def routed(moves: Iterable[Move], sources: Mapping[str, Array]) -> dict[str, Route]:
+    """The route of each target.
+
+    Raises:
+        LazyModelError: The sources of one are on several sets of devices.
+    """
+    routes: dict[str, Route] = {}
+    for move in moves:
+        given = [sources[name] for name in move.names]
+        if len(orders := {device_order(each.sharding): each.sharding for each in given}) > 1:
+            raise LazyModelError(
+                f"{move.path!r} is made of variables on different devices ({listed(map(repr, move.names))}: "
+                f"{listed(map(str, orders.values()))}): put them on one mesh"
+            )
+        routes[move.path] = route(move.copies, tuple(each.sharding for each in given), move.target.sharding)
+    return routes
+
+
+def grouped_moves(moves: Sequence[Move], sources: Mapping[str, Array], limit: int, *, reuse: bool) -> list[Group]:
+    """The groups in which variables move, each with at most `limit` bytes of a device in buffers if possible.
+
+    Variables of one kind are divided evenly, so that their groups share a program.
+    """
+    routes, groups = routed(moves, sources), list[Group]()
+
+    def add(members: Sequence[Move]) -> None:
+        given = {name: sources[name] for move in members for name in move.names}
+        places = {name: place for place, name in enumerate(given)}
+        recipe = tuple((routes[move.path], tuple(places[name] for name in move.names)) for move in members)
+        groups.append(Group(recipe, given, {move.path: move.target for move in members}, reuse))
+
+    def buffered(move: Move) -> int:
+        route = routes[move.path]
+        return max(2 * sum(map(route.round_nbytes, route.rounds)), 1)
+
+    for alike in grouped_by(moves, lambda move: (routes[move.path].order, device_order(move.target.sharding))).values():
+        few: dict[str, int] = {}
+        for kind in grouped_by(alike, lambda move: (routes[move.path], move.target)).values():
+            total = buffered(kind[0]) * len(kind)
+            if total <= limit:
+                few |= {move.path: buffered(move) for move in kind}
+                continue
+            size = math.ceil(len(kind) / math.ceil(total / limit))
+            for start in range(0, len(kind), size):
+                add(kind[start : start + size])
+        by_path = {move.path: move for move in alike}
+        for paths in grouped(few, limit):
+            add([by_path[path] for path in paths])
+    return groups
+
+
+class Group:
+    """Variables that move together.
+
+    Attributes:
+        sources, targets: The paths of the arrays that it takes, and of those that it gives.
+        wanted: Descriptions of those that it gives.
+    """
+
+    def __init__(
+        self, recipe: _Recipe, sources: Mapping[str, Array], targets: Mapping[str, Array], reuse: bool
+    ) -> None:
+        self.sources, self.targets = tuple(sources), tuple(targets)
+        self.wanted = tuple(targets.values())
+        self.program = _program(recipe, tuple(sources.values()), tuple(targets.values()), reuse)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a device while it moves, in addition to its arguments and to results in memory of their own."""
+        return self.program.nbytes
+
+    def __call__(self, sources: Sequence[jax.Array], old: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """The new arrays; `old` are donated, or empty."""
+        return self.program(sources, old)
+
+
+class _Program:
+    """Compiled programs of a group.
+
+    Attributes:
+        compiled: One program, or two.
+        nbytes: As for `Group`.
+    """
+
+    def __init__(self, recipe: _Recipe, sources: Sequence[Array], targets: Sequence[Array], reuse: bool) -> None:
+        # Programs for several meshes are traced with Auto axes.
+        self._explicit = any(automatic(each.sharding) is not each.sharding for each in (*sources, *targets))
+        self._wanted = [each.sharding for each in targets]
+        self._empty = any(not math.prod(each.shape) for each in targets)
+        parts = _Parts(recipe, sources, targets)
+        here = recipe[0][0].order
+        self._there = device_order(targets[0].sharding)
+        structs = [each.struct for each in sources], [each.struct for each in targets] if reuse else []
+        given = [each.struct.sharding for each in sources]
+        wanted = [each.struct.sharding for each in targets]
+        both = _common_mesh(here, [*given, *wanted]) if here == self._there else None
+        donated = {"donate_argnums": 1, "keep_unused": True}
+        if both is not None:
+            function = jax.jit(functools.partial(parts.all, both), out_shardings=wanted, **cast(Any, donated))
+            programs = [_compiled(function, *structs)]
+        else:
+            alone = [device for device in (*here, *self._there) if device.process_index != jax.process_index()]
+            if alone:
+                raise LazyModelError(
+                    f"{alone[0]} is of another process, and JAX moves arrays between processes only if the devices and "
+                    "their order stay the same. Use one mesh's devices in the same order for both models; or save the "
+                    "model, and load it there"
+                )
+            cut, join = _mesh(here, given), _mesh(self._there, wanted)
+            self._flat = NamedSharding(join, PartitionSpec(join.axis_names))
+            function = jax.jit(
+                functools.partial(parts.cut, cut), out_shardings=NamedSharding(cut, PartitionSpec(cut.axis_names))
+            )
+            programs = [_compiled(function, structs[0])]
+            self._moving = [(self._senders(each.pairs), buffer) for each in parts.exchanges for buffer in each.buffers]
+            count = len(self._there)
+            buffers = [
+                jax.ShapeDtypeStruct(buffer.over(count), buffer.dtype, sharding=self._flat)
+                for _, buffer in self._moving
+            ]
+            function = jax.jit(functools.partial(parts.join, join), out_shardings=wanted, **cast(Any, donated))
+            programs.append(_compiled(function, buffers, structs[1]))
+        self.compiled, self._calls = zip(*programs, strict=True)
+        extra = 0
+        for compiled in self.compiled:
+            memory = compiled.memory_analysis()
+            extra += int(memory.temp_size_in_bytes) if memory else 0
+        if both is None:
+            extra += 2 * sum(buffer.nbytes for _, buffer in self._moving)
+        self.nbytes = extra
+
+    def __call__(self, sources: Sequence[jax.Array], old: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        if self._explicit:
+            sources, old = ([_on(array, automatic(array.sharding)) for array in each] for each in (sources, old))
+        results = self._run(list(sources), list(old))
+        if self._explicit:
+            results = [_on(array, sharding) for array, sharding in zip(results, self._wanted, strict=True)]
+        return [with_shards(array) for array in results] if self._empty else results
+
+    def _run(self, sources: list[jax.Array], old: list[jax.Array]) -> Sequence[jax.Array]:
+        if len(self.compiled) == 1:
+            return self._calls[0](sources, old)
+        cut = self._calls[0](sources)
+        shards: list[Any] = []
+        for array, (senders, buffer) in zip(cut, self._moving, strict=True):
+            for sender in senders:
+                none = sender is None
+                shards.append(np.zeros(buffer.shape, buffer.dtype) if none else array.addressable_data(sender))
+        del cut
+        count = len(self._there)
+        moved = jax.device_put(shards, list(self._there) * len(self._moving))
+        buffers = [
+            jax.make_array_from_single_device_arrays(buffer.over(count), self._flat, moved[n * count : (n + 1) * count])
+            for n, (_, buffer) in enumerate(self._moving)
+        ]
+        del shards, moved
+        return self._calls[1](buffers, old)
+
+    def _senders(self, pairs: Sequence[tuple[int, int]]) -> list[int | None]:
+        """The position of the device that sends to each one."""
+        senders = {receiver: sender for sender, receiver in pairs}
+        return [senders.get(position) for position in range(len(self._there))]
+
+
+@functools.lru_cache(maxsize=1024)
+def _program(recipe: _Recipe, sources: tuple[Array, ...], targets: tuple[Array, ...], reuse: bool) -> _Program:
+    return _Program(recipe, sources, targets, reuse)
+
+
+def _compiled(function: Any, *structs: Any) -> tuple[jax.stages.Compiled, Any]:
+    """The compiled program, and what to call: JAX passes elements of less than a byte to jitted functions only."""
+    compiled = compile_lowered(function.lower(*structs), "the program that moves variables")
+    narrow = any(
+        not is_key(each.dtype) and jax.dtypes.itemsize_bits(each.dtype) < 8 for each in jax.tree.leaves(structs)
+    )
+    return compiled, function if narrow else compiled
+
+
+# Tracing --------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Item:
+    """A piece that devices exchange: its form, and where each device cuts it, and puts it."""
+
+    target: int
+    source: int | None  # the number of the argument
+    copy: Copy
+    slot: Slot
+    after: int  # the conversions before it moves
+    dtype: np.dtype[Any]  # in which it moves
+    cut: _Starts
+    put: _Starts
+
+    @property
+    def shape(self) -> list[int]:
+        """Its shape while it moves: in the target's order."""
+        return [self.slot.lens[k] for k in self.copy.order()]
+
+    def constant(self) -> Any:
+        """The value of all its elements, if it is no part of a variable."""
+        return _bits(jnp.asarray(np.asarray(self.copy.source, self.dtype)))
+
+    def taken(self, local: Any, row: Any) -> Any:
+        """The piece of a source's shard, as it moves."""
+        whole, extents = self.slot.cut
+        # As bits, unless it is computed with: XLA may move small floats through wider ones, which changes NaNs.
+        piece = (local if self.after else _bits(local)).reshape(whole)
+        if extents != whole:
+            piece = lax.dynamic_slice(piece, _at(self.cut, row), extents)
+        order = self.copy.source_order()
+        piece = piece.reshape([self.slot.lens[k] for k in order])
+        piece = piece.transpose([order.index(k) for k in self.copy.order()])
+        return _bits(_converted(piece, self.copy.steps[: self.after])) if self.after else piece
+
+    def given(self, local: Any, piece: Any, row: Any, valid: Any) -> Any:
+        """The bits of a target's shard with the piece in it; unchanged where it is not valid."""
+        whole, extents = self.slot.put
+        if steps := self.copy.steps[self.after :]:
+            piece = _bits(_converted(_of_bits(piece, self.dtype), steps))
+        every = [self.slot.lens[k] for k in self.copy.order(every=True)]
+        if len(every) > piece.ndim:
+            piece = jnp.broadcast_to(jnp.expand_dims(piece, self.copy.repeated()), every)
+        piece = piece.reshape(extents)
+        if extents == whole and valid is None:
+            return piece.reshape(local.shape)
+        starts = _at(self.put, row)
+        if valid is not None:
+            piece = jnp.where(valid, piece, lax.dynamic_slice(local.reshape(whole), starts, extents))
+        return lax.dynamic_update_slice(local.reshape(whole), piece, starts).reshape(local.shape)
+
+
+# Bytes of a piece from which it moves alone: packing and unpacking larger ones takes longer than one more transfer.
+_ALONE = 64 << 10
+
+
+@dataclasses.dataclass(frozen=True)
+class _Buffer:
+    """An array that a device sends: pieces, by their numbers; and its shape and dtype."""
+
+    numbers: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @classmethod
+    def of(cls, numbers: Sequence[int], items: Sequence[_Item]) -> Self:
+        """The buffer for pieces."""
+        flat = (sum(math.prod(item.shape) for item in items),)
+        return cls(tuple(numbers), (tuple(items[0].shape) or flat) if len(items) == 1 else flat, _wire(items[0].dtype))
+
+    def over(self, count: int) -> tuple[int, ...]:
+        """The shape of the array that consists of those of several devices."""
+        return (count * self.shape[0], *self.shape[1:])
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class _Exchange:
+    """Pieces that move at the same time."""
+
+    pairs: tuple[tuple[int, int], ...]
+    stays: bool
+    items: tuple[_Item, ...]
+    valid: _Start | None  # 1 on devices that get something; None if all do
+
+    @functools.cached_property
+    def buffers(self) -> tuple[_Buffer, ...]:
+        """The buffers in which the pieces move."""
+        together: dict[Hashable, list[int]] = {}
+        for number, item in enumerate(self.items):
+            if item.source is not None:
+                alone = math.prod(item.shape) * item.dtype.itemsize >= _ALONE
+                together.setdefault(number if alone else _wire(item.dtype).name, []).append(number)
+        return tuple(_Buffer.of(numbers, [self.items[number] for number in numbers]) for numbers in together.values())
+
+    def packed(self, pieces: Sequence[Any]) -> list[Any]:
+        """The pieces as buffers."""
+        found: list[Any] = []
+        for buffer in self.buffers:
+            parts = [pieces[number] for number in buffer.numbers]
+            flat = parts[0] if len(parts) == 1 else jnp.concatenate([part.ravel() for part in parts])
+            found.append(flat.reshape(buffer.shape))
+        return found
+
+    def unpacked(self, buffers: Sequence[Any]) -> list[Any]:
+        """The pieces from buffers."""
+        pieces: dict[int, Any] = {}
+        for buffer, array in zip(self.buffers, buffers, strict=True):
+            start = 0
+            for number in buffer.numbers:
+                shape = self.items[number].shape
+                part = array if len(buffer.numbers) == 1 else array[start : start + math.prod(shape)]
+                pieces[number] = part.reshape(shape)
+                start += math.prod(shape)
+        return [item.constant() if item.source is None else pieces[number] for number, item in enumerate(self.items)]
+
+
+class _Parts:
+    """The parts of a group's programs, to trace.
+
+    Attributes:
+        exchanges: What is exchanged, in order.
+    """
+
+    def __init__(self, recipe: _Recipe, sources: Sequence[Array], targets: Sequence[Array]) -> None:
+        self._sources, self._targets = sources, targets
+        here, there = len(recipe[0][0].order), len(device_order(targets[0].sharding))
+        # Column → number of the column, by sender and by receiver.
+        self._tables: tuple[dict[tuple[int, ...], int], dict[tuple[int, ...], int]] = ({}, {})
+        together: dict[Any, list[tuple[int, Route, tuple[int, ...], Round]]] = collections.defaultdict(list)
+        for number, (own, given) in enumerate(recipe):
+            for each in own.rounds:
+                together[each.pairs, each.stays].append((number, own, given, each))
+        self.exchanges: list[_Exchange] = []
+        for (pairs, stays), members in together.items():
+            senders, receivers = zip(*pairs, strict=True)
+            items: list[_Item] = []
+            for number, own, given, each in members:
+                for slot, starts in zip(each.slots, each.starts, strict=True):
+                    copy = own.copies[slot.copy]
+                    after, dtype = copy.moving()
+                    cut, put = [row[0] for row in starts], [row[1] for row in starts]
+                    source = given[cast(int, copy.source)] if copy.of is not None else None
+                    begin = tuple(self._start(0, senders, column, here) for column in zip(*cut, strict=True))
+                    end = tuple(self._start(1, receivers, column, there) for column in zip(*put, strict=True))
+                    items.append(_Item(number, source, copy, slot, after, dtype, begin, end))
+            some = np.bincount(receivers, minlength=there)
+            valid = self._start(1, range(there), some.tolist(), there) if len(pairs) < there else None
+            self.exchanges.append(_Exchange(pairs, stays, tuple(items), valid))
+
+    def _start(self, side: int, positions: Sequence[int], values: Sequence[int], count: int) -> _Start:
+        """Numbers for devices: the number if all are equal, otherwise a column of a table."""
+        if all(value == values[0] for value in values):
+            return False, values[0]
+        column = [0] * count
+        for position, value in zip(positions, values, strict=True):
+            column[position] = value
+        return True, self._tables[side].setdefault(tuple(column), len(self._tables[side]))
+
+    def _row(self, side: int, mesh: Mesh) -> list[Any]:
+        """The values of the device that runs this."""
+        if not self._tables[side]:
+            return []
+        table = np.array([*self._tables[side]], np.int32).T
+        row = lax.dynamic_index_in_dim(jnp.asarray(table), lax.axis_index(mesh.axis_names), keepdims=False)
+        return [row[column] for column in range(table.shape[1])]
+
+    def all(self, mesh: Mesh, sources: Sequence[Any], old: Sequence[Any]) -> Any:
+        """The whole exchange, in one program."""
+
+        def body(sources: Sequence[Any], old: Sequence[Any]) -> Sequence[Any]:
+            rows, results = (self._row(0, mesh), self._row(1, mesh)), self._before(old)
+            for exchange in self.exchanges:
+                pieces = [
+                    item.constant() if item.source is None else item.taken(sources[item.source], rows[0])
+                    for item in exchange.items
+                ]
+                if not exchange.stays:
+                    moved = [lax.ppermute(each, mesh.axis_names, exchange.pairs) for each in exchange.packed(pieces)]
+                    pieces = exchange.unpacked(moved)
+                self._put(exchange, results, pieces, rows[1])
+            return results
+
+        return self._mapped(mesh, body, sources, old, sources=True)
+
+    def cut(self, mesh: Mesh, sources: Sequence[Any]) -> Any:
+        """The buffers that move from the old devices."""
+
+        def body(sources: Sequence[Any]) -> Sequence[Any]:
+            row, buffers = self._row(0, mesh), list[Any]()
+            for exchange in self.exchanges:
+                pieces = [
+                    None if item.source is None else item.taken(sources[item.source], row) for item in exchange.items
+                ]
+                buffers += exchange.packed(pieces)
+            return buffers
+
+        specs = [_spec(mesh, each.sharding) for each in self._sources]
+        given = [_stored(array, each) for array, each in zip(sources, self._sources, strict=True)]
+        whole = PartitionSpec(mesh.axis_names)
+        return jax.shard_map(body, mesh=mesh, in_specs=(specs,), out_specs=whole, check_vma=False)(given)
+
+    def join(self, mesh: Mesh, buffers: Sequence[Any], old: Sequence[Any]) -> Any:
+        """The new arrays, from the buffers on the new devices."""
+
+        def body(buffers: Sequence[Any], old: Sequence[Any]) -> Sequence[Any]:
+            row, results, left = self._row(1, mesh), self._before(old), list(buffers)
+            for exchange in self.exchanges:
+                count = len(exchange.buffers)
+                self._put(exchange, results, exchange.unpacked(left[:count]), row)
+                del left[:count]
+            return results
+
+        return self._mapped(mesh, body, buffers, old)
+
+    def _before(self, old: Sequence[Any]) -> list[Any]:
+        """The bits of the shards before anything is put into them."""
+        if old:
+            return list(map(_bits, old))
+        kinds = [(each.sharding, *stored_as(each.shape, each.dtype)) for each in self._targets]
+        return [jnp.zeros(sharding.shard_shape(shape), _wire(dtype)) for sharding, shape, dtype in kinds]
+
+    def _put(self, exchange: _Exchange, results: list[Any], pieces: Sequence[Any], row: Any) -> None:
+        valid = None if exchange.valid is None else _at([exchange.valid], row)[0] > 0
+        for item, piece in zip(exchange.items, pieces, strict=True):
+            results[item.target] = item.given(results[item.target], piece, row, valid)
+
+    def _mapped(self, mesh: Mesh, body: Any, given: Sequence[Any], old: Sequence[Any], *, sources: bool = False) -> Any:
+        """Runs a body on every device; `given` are buffers, or the sources."""
+        specs = [_spec(mesh, each.sharding) for each in self._targets]
+        if sources:
+            own = [_spec(mesh, each.sharding) for each in self._sources]
+            given = [_stored(array, each) for array, each in zip(given, self._sources, strict=True)]
+        else:
+            own = [PartitionSpec(mesh.axis_names)] * len(given)
+        old = [_stored(array, each) for array, each in zip(old, self._targets, strict=True)] if old else []
+        in_specs = (own, specs if old else [])
+        results = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=specs, check_vma=False)(given, old)
+        kinds = [(each.dtype, stored_as(each.shape, each.dtype)[1]) for each in self._targets]
+        return [as_keys(_of_bits(bits, dtype), own) for bits, (own, dtype) in zip(results, kinds, strict=True)]
+
+
+def _stored(array: Any, of: Array) -> Any:
+    """While tracing: an array in device memory; keys as their data."""
+    array = on_device(array, of.sharding)
+    return jax.random.key_data(array) if is_key(of.dtype) else array
+
+
+def _at(starts: Iterable[_Start], row: Sequence[Any]) -> list[Any]:
+    return [row[number] if varies else np.int32(number) for varies, number in starts]
+
+
+def _converted(piece: Any, steps: Iterable[Convert]) -> Any:
+    for step in steps:
+        if step.bitcast:
+            piece = lax.bitcast_convert_type(piece, step.dtype)
+            continue
+        if isinstance(step.function, Arithmetic):
+            operands = (piece if operand is None else operand for operand in step.function.operands)
+            piece = getattr(jnp, step.function.function.__name__)(*operands)
+        piece = piece.astype(step.dtype)
+    return piece
+
+
+def _wire(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype in which elements move: small ones as integers."""
+    bits = jax.dtypes.itemsize_bits(dtype)
+    return np.dtype(f"uint{max(bits, 8)}") if bits < 32 else np.dtype(dtype)
+
+
+def _bits(piece: Any) -> Any:
+    """A piece in the dtype in which it moves."""
+    wire, bits = _wire(piece.dtype), jax.dtypes.itemsize_bits(piece.dtype)
+    if piece.dtype == np.bool_ or wire == piece.dtype:
+        return piece.astype(wire)
+    return lax.bitcast_convert_type(piece, jnp.dtype(f"uint{bits}")).astype(wire)
+
+
+def _of_bits(piece: Any, dtype: np.dtype[Any]) -> Any:
+    if dtype == np.bool_ or piece.dtype == dtype:
+        return piece.astype(dtype)
+    return lax.bitcast_convert_type(piece.astype(f"uint{jax.dtypes.itemsize_bits(dtype)}"), dtype)
+
+
+# Meshes ---------------------------------------------------------------------------------------------------------------
+
+
+def _common_mesh(devices: Sequence[Any], shardings: Iterable[Sharding]) -> Mesh | None:
+    """A mesh of these devices, in order, whose axes are parts of those of all the shardings; None if there is none."""
+    sizes = {1, len(devices)}
+    for sharding in shardings:
+        if isinstance(sharding, NamedSharding):
+            inner = 1
+            for size in reversed(tuple(sharding.mesh.shape.values())):
+                sizes.add(inner := inner * size)
+    chain = sorted(sizes, reverse=True)
+    if any(outer % inner for outer, inner in itertools.pairwise(chain)):
+        return None
+    shape = [outer // inner for outer, inner in itertools.pairwise(chain)] or [1]
+    return Mesh(np.array(devices).reshape(shape), [f"axis{n}" for n in range(len(shape))])
+
+
+def _mesh(devices: Sequence[Any], shardings: Sequence[Sharding]) -> Mesh:
+    if (mesh := _common_mesh(devices, shardings)) is None:
+        shapes = ", ".join(sorted({str(dict(cast(Any, each).mesh.shape)) for each in shardings}))
+        raise LazyModelError(f"meshes of one model do not divide each other ({shapes}): use one mesh for the model")
+    return mesh
+
+
+def _spec(mesh: Mesh, sharding: Sharding) -> PartitionSpec:
+    """The spec of a sharding on a mesh that `_common_mesh` made for it."""
+    if not isinstance(sharding, NamedSharding):
+        return PartitionSpec()
+    inner, names = 1, dict[str, tuple[str, ...]]()
+    own: list[tuple[str, int, int]] = []
+    for name, size in reversed(mesh.shape.items()):
+        own.append((name, inner, inner := inner * size))
+    inner = 1
+    for name, size in reversed(sharding.mesh.shape.items()):
+        outer = inner * size
+        names[name] = tuple(axis for axis, low, high in reversed(own) if inner <= low and high <= outer and low < high)
+        inner = outer
+    entries = spec_axes(sharding.spec, len(sharding.spec))
+    return PartitionSpec(*(tuple(axis for name in each for axis in names[name]) for each in entries))
+
+
+def automatic(sharding: Any) -> Any:
+    """The sharding on a mesh of Auto axes."""
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    if not isinstance(mesh, Mesh) or all(kind == AxisType.Auto for kind in mesh.axis_types):
+        return sharding
+    return NamedSharding(Mesh(mesh.devices, mesh.axis_names), sharding.spec, memory_kind=sharding.memory_kind)
+
+
+def _on(array: jax.Array, sharding: Any) -> jax.Array:
+    """The array under an equivalent sharding, in the same buffers."""
+    if array.sharding == sharding:
+        return array
+    shards = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, shards, dtype=array.dtype)
