@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import re
 import types
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -80,7 +79,7 @@ class FlaxAdapter:
         if not _has_nodes(model):
             return None
         shapes = {path: np.shape(array) for path, array in (self.arrays(model) or {}).items()}
-        return _with_scales(named_pairs(shapes), model)
+        return _qwix.with_scales(named_pairs(shapes), model, _own_path(model))
 
     def places(self, model: Any) -> _Places | None:
         """The variables of a module or state, whose arrays can be replaced in place; None for anything else."""
@@ -529,9 +528,8 @@ class _Module(_Results):
         return super().traceable()
 
     def lora_pairs(self, variables: Mapping[str, AbstractVariable]) -> list[LoraPair]:
-        return _with_scales(
-            super().lora_pairs(variables), self._merged({path: v.struct for path, v in variables.items()})
-        )
+        module = self._merged({path: v.struct for path, v in variables.items()})
+        return _qwix.with_scales(super().lora_pairs(variables), module, _own_path(module))
 
     def start_training(
         self, variables: Mapping[str, AbstractVariable], optimizer: Optimizer, leaves: Mapping[str, Any]
@@ -665,48 +663,3 @@ class _Trained:
 def _state_path(keys: Sequence[Any]) -> str:
     """The path of a leaf of an `nnx.Optimizer`, without the attribute in which it keeps Optax' state."""
     return _variable_path(keys).removeprefix("opt_state/")
-
-
-# LoRA -----------------------------------------------------------------------------------------------------------------
-
-
-def _with_scales(pairs: list[LoraPair], nodes: Any) -> list[LoraPair]:
-    """The pairs of NNX objects with the factors of their modules: `nnx.LoRA` has none, Qwix' rules have one each.
-
-    Both multiply inputs with the first axes of a kernel, except in an einsum.
-    """
-    own, by_path = _own_path(nodes), {pair.a: pair for pair in pairs}
-    modules = [(path, node) for path, node in nnx.iter_graph(nodes) if isinstance(node, nnx.Module)]
-    rules = [rule for _, module in modules for rule in _qwix_rules(type(module))]
-    for path, module in modules:
-        for name in vars(module):
-            if (pair := by_path.get(own("/".join(map(str, (*path, name)))))) is None:
-                continue
-            if isinstance(module, nnx.LoRA):
-                by_path[pair.a] = dataclasses.replace(pair, scale=1.0, axes=pair.axes[:1])
-            elif hasattr(module, "qwix_path"):
-                is_einsum = hasattr(module, name.replace("_lora_a", "_lora_einsum_str"))
-                axes = pair.axes if is_einsum else pair.axes[:1]
-                scale = _qwix_scale(rules, module, is_einsum=is_einsum)
-                by_path[pair.a] = dataclasses.replace(pair, scale=scale, axes=axes)
-    return list(by_path.values())
-
-
-def _qwix_rules(kind: type) -> list[Any]:
-    """The rules of Qwix' provider, which the methods of a class keep if Qwix replaced them."""
-    if not hasattr(kind, "_unquantized_type"):
-        return []
-    cells = [
-        cell.cell_contents for method in vars(kind).values() for cell in getattr(method, "__closure__", None) or ()
-    ]
-    given = [argument for cell in cells if isinstance(cell, functools.partial) for argument in cell.args]
-    return [rule for provider in dict.fromkeys(given) for rule in getattr(provider, "_rules", ())]
-
-
-def _qwix_scale(rules: list[Any], module: Any, *, is_einsum: bool) -> float | None:
-    """The factor with which Qwix multiplies the pairs of a module: of the first rule for it, if that has one."""
-    path = "/".join(map(str, module.qwix_path))
-    for rule in rules:
-        if re.fullmatch(rule.module_path, path) and (not rule.op_names or ("einsum" in rule.op_names) == is_einsum):
-            return rule.alpha / rule.rank if hasattr(rule, "alpha") else None
-    return None

@@ -7,6 +7,8 @@ LoRA pairs are traced like any initial values. Qwix is imported in functions onl
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +19,7 @@ from jax.sharding import PartitionSpec
 
 from lazymodel import AbstractVariable, LazyModelError
 from lazymodel._abstract.framework import Conversion, ModelSpec
+from lazymodel._abstract.pairs import LoraPair
 from lazymodel._show.text import closest
 
 _TYPES = {"int8": "int8", "int4": "int4", "float8": "float8_e4m3fn"}
@@ -274,3 +277,46 @@ def _quantized_as(weight: Any) -> Callable[[jax.Array], Sequence[jax.Array]]:
         return jax.tree.leaves(made["kernel"])
 
     return quantized
+
+
+def with_scales(pairs: list[LoraPair], nodes: Any, own: Callable[[str], str]) -> list[LoraPair]:
+    """The pairs of NNX objects with the factors of their modules: `nnx.LoRA` has none, Qwix' rules have one each.
+
+    Both multiply inputs with the first axes of a kernel, except in an einsum. `own` gives a variable's path in the
+    model.
+    """
+    by_path = {pair.a: pair for pair in pairs}
+    modules = [(path, node) for path, node in nnx.iter_graph(nodes) if isinstance(node, nnx.Module)]
+    rules = [rule for _, module in modules for rule in _qwix_rules(type(module))]
+    for path, module in modules:
+        for name in vars(module):
+            if (pair := by_path.get(own("/".join(map(str, (*path, name)))))) is None:
+                continue
+            if isinstance(module, nnx.LoRA):
+                by_path[pair.a] = dataclasses.replace(pair, scale=1.0, axes=pair.axes[:1])
+            elif hasattr(module, "qwix_path"):
+                is_einsum = hasattr(module, name.replace("_lora_a", "_lora_einsum_str"))
+                axes = pair.axes if is_einsum else pair.axes[:1]
+                scale = _qwix_scale(rules, module, is_einsum=is_einsum)
+                by_path[pair.a] = dataclasses.replace(pair, scale=scale, axes=axes)
+    return list(by_path.values())
+
+
+def _qwix_rules(kind: type) -> list[Any]:
+    """The rules of Qwix' provider, which the methods of a class keep if Qwix replaced them."""
+    if not hasattr(kind, "_unquantized_type"):
+        return []
+    cells = [
+        cell.cell_contents for method in vars(kind).values() for cell in getattr(method, "__closure__", None) or ()
+    ]
+    given = [argument for cell in cells if isinstance(cell, functools.partial) for argument in cell.args]
+    return [rule for provider in dict.fromkeys(given) for rule in getattr(provider, "_rules", ())]
+
+
+def _qwix_scale(rules: list[Any], module: Any, *, is_einsum: bool) -> float | None:
+    """The factor with which Qwix multiplies the pairs of a module: of the first rule for it, if that has one."""
+    path = "/".join(map(str, module.qwix_path))
+    for rule in rules:
+        if re.fullmatch(rule.module_path, path) and (not rule.op_names or ("einsum" in rule.op_names) == is_einsum):
+            return rule.alpha / rule.rank if hasattr(rule, "alpha") else None
+    return None

@@ -132,8 +132,8 @@ def smallest(*args: Any, **options: Any) -> Callable[[], Any]:
         (lambda: MODEL.plan().by_module("2"), "depth is a number of path parts, from 1; got '2'"),  # pyright: ignore
         (lambda: lm.compare_plans([MODEL.plan()]), "expected a mapping of name to MemoryPlan ... , got ["),  # pyright: ignore
         (lambda: lm.compare_plans({}), "expected a mapping of name to MemoryPlan ... , got {}"),
-        (lambda: MODEL.quantize("int8"), "only Keras models are quantized as a step"),
-        (lambda: MODEL.lora(2), "only Keras models are ... as a step"),
+        (lambda: MODEL.quantize("int8"), "only Keras models and NNX modules are quantized as a step"),
+        (lambda: MODEL.lora(2), "only Keras models and NNX modules are ... as a step"),
         (with_optimizer(ADAM, trained="("), "pattern '(' is not a regular expression"),
         (with_optimizer(ADAM, trained=["a/kernel"]), "a path regex or a function of a variable; got ['a/kernel']"),
         (smallest("v5e"), "the rules fit on no v5e slice. v5e:1x1: shard() without rules"),

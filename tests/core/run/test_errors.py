@@ -176,6 +176,7 @@ def _no_paper() -> None:
     raise ValueError("no paper")
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(
     ("fails", "raised"),
     [(_no_paper, ValueError), (lambda: signal.raise_signal(signal.SIGINT), KeyboardInterrupt)],
