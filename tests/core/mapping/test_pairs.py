@@ -292,7 +292,7 @@ def groupings(draw: Any) -> list[list[str]]:
     return draw(st.permutations(kernel))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(kernel=groupings(), layers=st.integers(0, 2), axis=st.integers(0, 5), data=st.data())
 def test_any_order_of_axes(
     kernel: list[list[str]], layers: int, axis: int, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
