@@ -1,6 +1,6 @@
 """Checkpoints of PyTorch's format, and with a LoRA adapter merged, onto 8 devices: 1 GiB of Llama's linear layers.
 
-    python tests/benchmarks/adapters.py [--runs 3] [--layers 10] [--json]
+    python tests/benchmarks/adapters.py [--runs 3] [--layers 10] [--only safetensors bin merged peft] [--json]
 
 The same bfloat16 tensors are loaded from safetensors, from `pytorch_model.bin`, and from safetensors with an adapter of
 rank 16 on every matrix merged into them, split along the first axis. Where PEFT is installed, its `merge_and_unload`
@@ -106,18 +106,19 @@ def main() -> None:
     _measure.in_child(child)
     parser = _measure.arguments(__doc__, runs=3)
     parser.add_argument("--layers", type=int, default=10)
-    options = parser.parse_args()
     ways = ["safetensors", "bin", "merged", *(["peft"] if importlib.util.find_spec("peft") else [])]
+    parser.add_argument("--only", nargs="+", choices=ways, default=ways)
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), options.layers)
-        results = _measure.in_turns(ways, options.runs, lambda how: _measure.child(how, folder))
+        results = _measure.in_turns(options.only, options.runs, lambda how: _measure.child(how, folder))
     _measure.require_equal(results, ("safetensors", "bin"))
     figures = {how: _measure.medians(runs) for how, runs in results.items()}
     if options.json:
         print(json.dumps(figures))
         return
     for how, found in figures.items():
-        ratio = found["seconds"] / figures["safetensors"]["seconds"]
+        ratio = found["seconds"] / next(iter(figures.values()))["seconds"]
         print(
             f"{how:12} {found['seconds']:5.2f} s, {ratio:5.2f} × the first; {found['cpu']:5.2f} s of CPU; "
             f"peak {found['peak']:.2f} ×, {found['peak_over_nbytes'] / 2**20:+.0f} MiB over the weights"
