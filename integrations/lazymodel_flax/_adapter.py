@@ -607,13 +607,13 @@ class _Module(_Results):
             )
 
         try:
-            traced = trace(labelled=True)
-        except Exception:  # such as for names of dimensions of a kernel that is used in another shape
             try:
+                traced = trace(labelled=True)
+            except AssertionError:  # Qwix': a kernel that is used in another shape has fewer or more names than axes
                 traced = trace(labelled=False)
-            except Exception as error:
-                error.add_note(f"while Qwix called {model.name} with {inputs!r}")
-                raise
+        except Exception as error:
+            error.add_note(f"while Qwix called {model.name} with {inputs!r}")
+            raise
         return _Traced(traced, *found[-1])
 
     def _with(self, model: ModelSpec, found: _Traced) -> ModelSpec:
