@@ -81,11 +81,15 @@ def automatic(array: jax.Array) -> jax.Array:
     `jax.make_mesh` gives Explicit axes since JAX 0.7: then every operation whose result sharding is ambiguous has to
     state it, which Keras' layers and Qwix do not (Dropout fails, for example). Under Auto axes XLA decides.
     """
-    placed = automatic_sharding(array.sharding)
-    if placed is array.sharding:
+    return under(array, automatic_sharding(array.sharding))
+
+
+def under(array: jax.Array, sharding: Any) -> jax.Array:
+    """The array under an equivalent sharding, in the same buffers."""
+    if array.sharding == sharding:
         return array
     shards = [shard.data for shard in array.addressable_shards]
-    return jax.make_array_from_single_device_arrays(array.shape, placed, shards, dtype=array.dtype)
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, shards, dtype=array.dtype)
 
 
 def automatic_sharding(sharding: Any) -> Any:

@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from lazymodel._abstract.variable import is_offloaded, on_device
+from lazymodel._abstract.variable import automatic, automatic_sharding, is_offloaded, on_device, under
 from lazymodel._devices.hardware import compile_lowered
 from lazymodel._errors import LazyModelError
 from lazymodel._materialize.pieces import Copy, Round, Route, Slot, device_order, route
@@ -51,7 +51,7 @@ class Array:
 
     @functools.cached_property
     def struct(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=automatic(self.sharding))
+        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=automatic_sharding(self.sharding))
 
     @property
     def shard_nbytes(self) -> int:
@@ -156,7 +156,7 @@ class _Program:
 
     def __init__(self, recipe: _Recipe, sources: Sequence[Array], targets: Sequence[Array], reuse: bool) -> None:
         # Programs for several meshes are traced with Auto axes.
-        self._explicit = any(automatic(each.sharding) is not each.sharding for each in (*sources, *targets))
+        self._explicit = any(automatic_sharding(each.sharding) is not each.sharding for each in (*sources, *targets))
         self._wanted = [each.sharding for each in targets]
         self._empty = any(not math.prod(each.shape) for each in targets)
         parts = _Parts(recipe, sources, targets)
@@ -203,10 +203,10 @@ class _Program:
 
     def __call__(self, sources: Sequence[jax.Array], old: Sequence[jax.Array]) -> Sequence[jax.Array]:
         if self._explicit:
-            sources, old = ([_on(array, automatic(array.sharding)) for array in each] for each in (sources, old))
+            sources, old = ([automatic(array) for array in each] for each in (sources, old))
         results = self._run(list(sources), list(old))
         if self._explicit:
-            results = [_on(array, sharding) for array, sharding in zip(results, self._wanted, strict=True)]
+            results = [under(array, sharding) for array, sharding in zip(results, self._wanted, strict=True)]
         return [with_shards(array) for array in results] if self._empty else results
 
     def _run(self, sources: list[jax.Array], old: list[jax.Array]) -> Sequence[jax.Array]:
@@ -577,19 +577,3 @@ def _spec(mesh: Mesh, sharding: Sharding) -> PartitionSpec:
         inner = outer
     entries = spec_axes(sharding.spec, len(sharding.spec))
     return PartitionSpec(*(tuple(axis for name in each for axis in names[name]) for each in entries))
-
-
-def automatic(sharding: Any) -> Any:
-    """The sharding on a mesh of Auto axes."""
-    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
-    if not isinstance(mesh, Mesh) or all(kind == AxisType.Auto for kind in mesh.axis_types):
-        return sharding
-    return NamedSharding(Mesh(mesh.devices, mesh.axis_names), sharding.spec, memory_kind=sharding.memory_kind)
-
-
-def _on(array: jax.Array, sharding: Any) -> jax.Array:
-    """The array under an equivalent sharding, in the same buffers."""
-    if array.sharding == sharding:
-        return array
-    shards = [shard.data for shard in array.addressable_shards]
-    return jax.make_array_from_single_device_arrays(array.shape, sharding, shards, dtype=array.dtype)
