@@ -35,8 +35,9 @@ from lazymodel._mapping.match import (
     refuse_derived,
     resolve_and_warn,
 )
+from lazymodel._materialize.exchange import exchanged, exchanges, shared, shares
 from lazymodel._materialize.report import make_report
-from lazymodel._materialize.reshard import copied, device_moves, exchanged, exchanges
+from lazymodel._materialize.reshard import copied, device_moves
 from lazymodel._materialize.stream import StreamItem, in_file_order
 from lazymodel._materialize.stream import stream as read_stream
 from lazymodel._programs.jaxprs import as_keys, is_weak, with_weak_type
@@ -51,6 +52,7 @@ from lazymodel._tensors.lazy import LazyTensor, lazy
 from lazymodel._tensors.shards import boxes_for, check_replicas, on_host
 from lazymodel._tensors.tensor_source import ArrayTensor, CompositeSource, TensorSource
 
+_SHARED = 8  # the part of `max_host_memory` that may hold the bytes of small variables, which processes share
 _STREAM_BUDGET = 256 << 20  # bytes of the host's memory, within which `stream` reads variables ahead
 AHEAD = 128 << 20  # bytes of values that are not kept, read in a turn by a process: enough to keep files busy
 _READERS = 8  # files that are sampled at a time: the work is waiting for a disk
@@ -91,7 +93,7 @@ def materialize(
         replicas: How several processes get bytes that all of them hold: with `"read"` each of them reads them, with
             `"exchange"` one does, and devices exchange them, which temporarily takes up to 1 GiB more of a device
             (for a single larger variable: twice its bytes on the device). None exchanges only what comes over a
-            network. Variables of less than 64 KiB are read by all.
+            network. Variables of less than 64 KiB in a file on a disk are read by all.
         compile: Functions that will be called with the model, one `lazymodel.Compile` or several: lowered before any
             data is read, and compiled while the weights are loaded; the first call, in the same context as this one,
             compiles nothing.
@@ -191,7 +193,9 @@ def stream(
 
 
 class _Load:
-    """What is loaded and initialized, and how: `items` are read, those with `exchanges` in parts, `moves` copied."""
+    """What is loaded and initialized, and how: `shares` and `items` are read, those with `exchanges` in parts, `moves`
+    copied.
+    """
 
     def __init__(self, model: ModelSpec, read: ModelSpec, choice: LoadPlan, budget: int, replicas: str | None) -> None:
         self.read, self.choice, self.budget = read, choice, budget
@@ -202,13 +206,18 @@ class _Load:
         moved = {move.path for move, _ in self.moves}
         items = [item for item in items if item.path not in moved]
         check_replicas(replicas)
-        self.exchanges = exchanges(items, replicas) if jax.process_count() > 1 else {}
+        several = jax.process_count() > 1
+        self.shares = shares(items, replicas, budget // _SHARED) if several else []
+        together = {item.path for share in self.shares for item in share.items}
+        items = [item for item in items if item.path not in together]
+        self.exchanges = exchanges(items, replicas) if several else {}
         parts = {path: exchange.part for path, exchange in self.exchanges.items()}
         self.items = _in_turns([parts.get(item.path, item) for item in in_file_order(items)], read)
 
     def details(self) -> Iterator[str]:
         """The programs that copy arrays or exchange parts, in order: the same in all processes."""
         yield from (f"copy {move.path} {array.sharding}" for move, array in self.moves)
+        yield from (f"share {share.nbytes} {[item.path for item in share.items]}" for share in self.shares)
         yield from (f"exchange {path} {exchange.partition}" for path, exchange in self.exchanges.items())
 
 
@@ -236,16 +245,17 @@ def _make_arrays(
     watcher = _Watcher(bar, stage.check, compiling, sum(nbytes.values()))
     bar.start(sum(nbytes.values()), f"{model.name}: materializing {len(model)} variables{_from_where(choice)}")
     try:
+        reading: Any = {"on_bytes": watcher.advance, "hold": watcher.hold, "in_order": True}
         # Raises at once if something cannot be read at all.
-        arriving = read_stream(
-            load.items,
-            max_host_memory=load.budget,
-            on_bytes=watcher.advance,
-            hold=watcher.hold,
-            in_order=True,
-        )
+        arriving = read_stream(load.items, max_host_memory=load.budget, **reading)
         if load.exchanges:
             arriving = exchanged(arriving, load.exchanges, stage, timeline)
+
+        def read_shared(items: Sequence[StreamItem]) -> Generator[tuple[str, jax.Array]]:
+            budget = load.budget - load.budget // _SHARED  # the rest has the bytes
+            return read_stream(_in_turns(items, model), max_host_memory=budget, **reading)
+
+        together = shared(load.shares, read_shared, stage, timeline)
         with timeline.span("initialize", "compiling"):
             computed = run_recipes(choice.recipes, shardings, model.programs)
         with timeline.span("initialize", "running"):
@@ -259,8 +269,8 @@ def _make_arrays(
         for path, array in copied(load.moves, stage):
             arrays |= convert(path, _in_layout(as_keys(array, model[path].dtype), model[path]))
             watcher.advance(nbytes[path], path)
-        with contextlib.closing(arriving):  # a failure here ends its threads at once
-            for path, array in arriving:
+        with contextlib.closing(together), contextlib.closing(arriving):  # a failure here ends their threads at once
+            for path, array in itertools.chain(together, arriving):
                 arrays |= convert(path, _in_layout(as_keys(array, model[path].dtype), model[path]))
                 del array
                 watcher.advance(nbytes[path] - read[path] if path in read else 0, path)
@@ -269,7 +279,7 @@ def _make_arrays(
             watcher.advance(nbytes[path], path)
         # In the model's order, since every process has to run a program for all in the same order.
         arrays.update({path: _as_weak(arrays[path], model[path]) for path in model if path in arrays})
-        jax.block_until_ready([arrays[item.path] for item in load.items if item.path in arrays])
+        jax.block_until_ready([arrays[path] for path in choice.sources if path in arrays])
         timeline.add("stream", started, time.perf_counter())
         with timeline.span("initialize", "running"):
             jax.block_until_ready(list(arrays.values()))  # the init programs, which ran while files were read
@@ -279,7 +289,7 @@ def _make_arrays(
         counts = [now - before for now, before in zip(REQUESTS.so_far(), requests_before, strict=True)]
         return arrays, {
             "read_nbytes": BYTES_READ.count - bytes_before,
-            "exchanged_nbytes": sum(each.arriving_nbytes() for each in load.exchanges.values()),
+            "exchanged_nbytes": sum(each.arriving_nbytes() for each in (*load.exchanges.values(), *load.shares)),
             **dict(zip(("fetched_nbytes", "requests", "retries"), counts, strict=True)),
             "compiled": compiled,
             "compile_seconds": compiling.wait_seconds,

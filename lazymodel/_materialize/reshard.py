@@ -1,192 +1,34 @@
-"""Moves arrays between shardings: the function `reshard` for live models, and the exchange of what processes read.
+"""Moves arrays of live models between shardings: the function `reshard`, and copies of arrays for `materialize`.
 
-`reshard` is `_materialize/sync` without a mapping: `_materialize/transfer` has the programs. In an exchange each
-process reads a part of a variable that several hold (`_tensors/shards` decides which), and a compiled identity combines
-the parts.
-
-A program contains collective operations, so all processes run the same programs in the same order: the selection
-depends only on shapes, shardings and files, and the processes have verified that these are the same everywhere.
+`reshard` is `_materialize/sync` without a mapping: `_materialize/transfer` has the programs.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import NamedSharding, Sharding
 
 from lazymodel._abstract.framework import ModelSpec
 from lazymodel._abstract.variable import AbstractVariable, adapters, flatten_paths, is_offloaded
 from lazymodel._devices.collective import CollectiveScope, agreement
 from lazymodel._devices.hardware import is_live
-from lazymodel._errors import CheckpointError, LazyModelError, ShardingError
+from lazymodel._errors import LazyModelError, ShardingError
 from lazymodel._materialize.pieces import Variable, copies_of, device_order
-from lazymodel._materialize.stream import StreamItem, in_file_order
+from lazymodel._materialize.stream import StreamItem
 from lazymodel._materialize.transfer import Array, Group, Move, grouped_moves
-from lazymodel._programs.jaxprs import is_key, stored_as
-from lazymodel._show.progress import ProgressTo, Timeline, delivery, progress_for
+from lazymodel._programs.jaxprs import stored_as
+from lazymodel._show.progress import ProgressTo, delivery, progress_for
 from lazymodel._show.table import Column, Report, Table, placed_text, shape_text, spec_text
-from lazymodel._show.text import closest, format_bytes, listed, parse_bytes, plural
+from lazymodel._show.text import closest, format_bytes, parse_bytes, plural
 from lazymodel._tensors import shards
 from lazymodel._tensors.lazy import LazyTensor
-from lazymodel._tensors.shards import (
-    DeviceTensor,
-    ReadPartition,
-    divide,
-    grouped,
-    is_exchanged,
-    mesh_processes,
-)
-
-
-def through(
-    array: jax.Array, shardings: Iterable[Sharding], finish: Callable[[jax.Array], jax.Array] | None = None
-) -> jax.Array:
-    """While tracing: an array moved through shardings one after the other, then cut; equal bit for bit.
-
-    The array is moved as integers of the same bits: XLA may move small floats through wider ones, which changes
-    signalling NaNs.
-    """
-    dtype, bits = array.dtype, 0
-    if not is_key(dtype) and np.dtype(dtype).kind not in "biuc" and dtype.itemsize < 4:
-        bits = jax.dtypes.itemsize_bits(dtype)
-        array = jax.lax.bitcast_convert_type(array, f"uint{bits}").astype(f"uint{max(bits, 8)}")
-    for sharding in shardings:
-        array = jax.lax.with_sharding_constraint(array, sharding)
-    if finish is not None:
-        array = finish(array)
-    return jax.lax.bitcast_convert_type(array.astype(f"uint{bits}"), dtype) if bits else array
-
-
-@dataclasses.dataclass(frozen=True)
-class Exchange:
-    """A variable that is read in parts and exchanged."""
-
-    item: StreamItem
-    partition: ReadPartition
-
-    @property
-    def part(self) -> StreamItem:
-        """The item to read: the parts of all devices."""
-        tensor = self.partition.padded(cast(LazyTensor, self.item.tensor).astype(self.item.dtype))
-        sharding = NamedSharding(_auto(self.partition.mesh), self.partition.specs[0])
-        return dataclasses.replace(self.item, tensor=tensor, shape=tensor.shape, sharding=sharding)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a device for its part and for exchanging it, in addition to its final bytes."""
-        return self.partition.spent_elements * self.item.dtype.itemsize
-
-    def arriving_nbytes(self) -> int:
-        """Bytes that the devices of this process get from others."""
-        here = np.flatnonzero(mesh_processes(self.partition.mesh) == jax.process_index())
-        own = int(self.partition.own_elements()[here].sum())
-        return max(len(here) * self.partition.box_elements - own, 0) * self.item.dtype.itemsize
-
-    def whole(self, part: jax.Array) -> jax.Array:
-        """The variable, from the parts that all devices have read; a collective operation."""
-        with jax.set_mesh(_auto(self.partition.mesh)):  # the user's current mesh may differ
-            array = _exchange_program(self.partition)(part)
-        shards = [shard.data for shard in array.addressable_shards]
-        return jax.make_array_from_single_device_arrays(self.item.shape, self.item.sharding, shards)
-
-
-def exchanges(items: Iterable[StreamItem], replicas: str | None) -> dict[str, Exchange]:
-    """Path → variable to exchange, in the order in which a stream yields the variables.
-
-    Args:
-        items: The items to read; tensors are lazy.
-        replicas: `"exchange"`, `"read"`, or None to exchange only what comes over a network.
-    """
-    found: dict[str, Exchange] = {}
-    for item in in_file_order(items):
-        tensor = cast(LazyTensor, item.tensor)
-        if not is_exchanged(tensor, replicas):
-            continue
-        mesh = item.sharding.mesh if isinstance(item.sharding, NamedSharding) else None
-        # A process without devices of the mesh does not take part in its programs.
-        if not isinstance(mesh, Mesh) or not item.sharding.addressable_devices:
-            continue
-        partition = divide(tensor, item.sharding, mesh_processes(mesh))
-        if partition is not None:
-            found[item.path] = Exchange(item, partition)
-    return found
-
-
-def exchanged(
-    arriving: Iterator[tuple[str, jax.Array]],
-    exchanges: Mapping[str, Exchange],
-    stage: CollectiveScope,
-    timeline: Timeline,
-) -> Generator[tuple[str, jax.Array]]:
-    """Yields the (path, array) pairs of a stream, with parts exchanged for their variables, group by group.
-
-    The processes of the stage meet before each group: an exchange that only some of them begin would never end.
-
-    Raises:
-        CheckpointError: Exchanging failed, for example because another process was killed, or the stage failed
-            elsewhere; also every error of the stream.
-    """
-    parts: dict[str, jax.Array] = {}
-    nbytes = {path: each.nbytes for path, each in exchanges.items()}
-    ends = {paths[-1] for paths in grouped(nbytes, shards.GROUP)}
-    for path, array in arriving:
-        if path not in exchanges:
-            yield path, array
-            continue
-        parts[path] = array
-        del array
-        if path in ends:
-            stage.meet()
-            paths = list(parts)
-
-            def run(paths: Sequence[str] = paths) -> list[jax.Array]:
-                return [exchanges[path].whole(parts.pop(path)) for path in paths]
-
-            try:
-                # Wait, because each program has temporaries.
-                with timeline.span("exchange"):
-                    arrays = stage.together(run)
-            except jax.errors.JaxRuntimeError as error:
-                raise CheckpointError(
-                    f"what processes had read could not be exchanged between them ({listed(map(repr, paths))}): {error}"
-                ) from error
-            yield from zip(paths, arrays, strict=True)
-            del arrays
-    assert not parts
-
-
-@functools.lru_cache(maxsize=256)
-def _exchange_program(partition: ReadPartition) -> Callable[[jax.Array], jax.Array]:
-    """The program that exchanges an array: the identity, apart from the padding of its parts."""
-    shardings = [NamedSharding(_auto(partition.mesh), spec) for spec in partition.specs]
-    axis, shape = partition.axis, partition.shape
-
-    def cut(padded: jax.Array) -> jax.Array:
-        groups = padded.reshape(*shape[:axis], partition.groups, partition.padded_rows, *shape[axis + 1 :])
-        return jax.lax.slice_in_dim(groups, 0, partition.rows, axis=axis + 1).reshape(partition.shape)
-
-    def exchange(parts: jax.Array) -> jax.Array:
-        return through(parts, shardings, cut if partition.padded_rows > partition.rows else None)
-
-    return jax.jit(exchange, out_shardings=shardings[-1])
-
-
-@functools.lru_cache(maxsize=64)
-def _auto(mesh: Mesh) -> Mesh:
-    """The same devices with automatic axes, without settings of the user's own mesh."""
-    return Mesh(mesh.devices, mesh.axis_names)
-
-
-# With donation, a group takes at most this fraction of the bytes on the most loaded device: the peak stays near the
-# model's own bytes, however small it is, and the time for so many waits is negligible.
-_PART = 16
+from lazymodel._tensors.shards import DeviceTensor, grouped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +63,7 @@ class ReshardReport(Report):
         moved_nbytes: Bytes of the variables that moved, each counted once.
         held_nbytes: Bytes of the model on the most loaded device before, and after.
         peak_nbytes: Most bytes that a device held meanwhile, with the compiler's numbers for temporaries.
-        num_groups: The number of steps in which they moved.
+        num_groups: The number of groups in which they moved.
         seconds: Wall-clock seconds of the whole call.
 
     Example:
@@ -264,7 +106,7 @@ def reshard(
     progress: ProgressTo = None,
     report: bool | Callable[[ReshardReport], object] | None = None,
 ) -> Any:
-    """Moves a live model to other shardings, on the same devices or others, group by group; equal bit for bit.
+    """Moves a live model to other shardings, on the same devices or others, one variable at a time; equal bit for bit.
 
     For example from a trainer's layout to a sampler's, from eight devices to four of them, or to the hosts' memory and
     back (shardings with a `memory_kind`). They move from device to device, and no device ever holds more of a variable
@@ -275,10 +117,9 @@ def reshard(
         shardings: One sharding for all; a mapping of path to sharding, with paths as in `build_abstract`; a
             pytree of shardings with the arrays' structure; or an abstract model that was sharded, which is the way to
             use rules. Variables without a sharding stay where they are.
-        max_device_memory: Bytes of a device, or `"1GiB"`, that buffers for a group of variables may take while
-            they move. A variable that takes more moves alone.
-        donate: True deletes each array once its copy is in place. Groups are then at most a sixteenth of the model.
-            With False, a device holds both in the end.
+        max_device_memory: Bytes of a device, or `"1GiB"`, of the variables in a group. Processes wait for each other
+            before each group. A variable that takes more is a group.
+        donate: True deletes each array once its copy is in place. With False, a device holds both in the end.
         progress: As for `materialize`, in bytes of whole variables.
         report: True prints a `ReshardReport` in the end; a callable gets it instead.
 
@@ -306,24 +147,23 @@ def reshard(
         stage.outcome = f"move {len(moves)} arrays"
         stage.details = "\n".join(f"{move.path} {move.target.shape} {move.target.sharding}" for move in moves)
         counts = _Counts(arrays.values())
-        if donate:
-            limit = max(min(limit, counts.held // _PART), 1)
         sources = {move.path: Array.of(arrays[move.path]) for move in moves}
-        groups = grouped_moves(moves, sources, limit, reuse=False)
+        rounds = _rounds(moves, sources, limit)
     moved: dict[int, jax.Array] = {}  # `id` of the old array → new array
     moving, bar = sum(arrays[move.path].nbytes for move in moves), progress_for(progress)
     bar.start(moving, f"resharding {plural(len(moves), 'variable')}")
     try:
         with agreement(sharings, **terms) as stage:
-            for group in groups:
-                given = [arrays[path] for path in group.sources]
-                counts.group(group, given, donate=donate)
+            for groups in rounds:
                 stage.meet()
-                for source, array in zip(given, stage.together(lambda: group(given, [])), strict=True):  # noqa: B023
+                for group in groups:
+                    (path,) = group.sources
+                    source = arrays[path]
+                    counts.move(group, source, donate=donate)
+                    (moved[id(source)],) = stage.together(lambda: group([source], []))  # noqa: B023
                     if donate:
                         source.delete()
-                    moved[id(source)] = array
-                bar.advance(sum(array.nbytes for array in given), group.sources[-1])
+                    bar.advance(moved[id(source)].nbytes, path)
                 stage.check()
     finally:
         bar.finish()
@@ -331,7 +171,7 @@ def reshard(
     if deliver is not None:
         seconds, held = time.perf_counter() - start, (counts.held, counts.now())
         rows = tuple(_row(path, source, moved.get(id(source))) for path, source in arrays.items())
-        deliver(cast(Any, ReshardReport(rows, moving, held, counts.peak, counts.groups, seconds)))
+        deliver(cast(Any, ReshardReport(rows, moving, held, counts.peak, len(rounds), seconds)))
     return result
 
 
@@ -349,19 +189,16 @@ class _Counts:
         for array in arrays:
             self._add(array, array.sharding, 1)
         self.held = self.peak = self.now()
-        self.groups = 0
 
     def now(self) -> int:
         """Bytes of the most loaded device."""
         return max(self._devices.values(), default=0)
 
-    def group(self, group: Group, sources: Sequence[jax.Array], *, donate: bool) -> None:
-        """Counts the bytes of a group that moves."""
-        self.groups += 1
-        for source, target in zip(sources, group.wanted, strict=True):
-            self._add(source, target.sharding, 1)
+    def move(self, group: Group, source: jax.Array, *, donate: bool) -> None:
+        """Counts the bytes of an array that moves."""
+        self._add(source, group.wanted[0].sharding, 1)
         self.peak = max(self.peak, self.now() + group.nbytes)
-        for source in sources if donate else ():
+        if donate:
             self._add(source, source.sharding, -1)
 
     def _add(self, array: jax.Array, sharding: Sharding, sign: int) -> None:
@@ -481,10 +318,23 @@ def copied(moves: Iterable[tuple[Move, jax.Array]], stage: CollectiveScope) -> I
     """Yields (path, array): copies of arrays from device to device, group by group. All processes call this."""
     arrays = {move.path: array for move, array in moves}
     sources = {path: Array.of(array) for path, array in arrays.items()}
-    for group in grouped_moves([move for move, _ in moves], sources, shards.GROUP, reuse=False):
-        given = [arrays[path] for path in group.sources]
+    for groups in _rounds([move for move, _ in moves], sources, shards.GROUP):
         stage.meet()
-        yield from zip(group.targets, stage.together(lambda: group(given, [])), strict=True)  # noqa: B023
+        for group in groups:
+            (path,) = group.sources
+            (array,) = stage.together(lambda: group([arrays[path]], []))  # noqa: B023
+            yield path, array
+
+
+def _rounds(moves: Sequence[Move], sources: Mapping[str, Array], limit: int) -> list[list[Group]]:
+    """Arrays that move one after the other, in rounds of at most `limit` bytes of a device, if possible.
+
+    They do not move at the same time: on CPUs, two programs of several processes that run at once can wait for each
+    other. Processes meet once for a round.
+    """
+    groups = {group.targets[0]: group for group in grouped_moves(moves, sources, limit, reuse=False)}
+    nbytes = {move.path: groups[move.path].wanted[0].shard_nbytes for move in moves}
+    return [[groups[path] for path in paths] for paths in grouped(nbytes, limit)]
 
 
 def _text(sharding: Sharding) -> str:

@@ -91,7 +91,9 @@ def routed(moves: Iterable[Move], sources: Mapping[str, Array]) -> dict[str, Rou
 def grouped_moves(moves: Sequence[Move], sources: Mapping[str, Array], limit: int, *, reuse: bool) -> list[Group]:
     """The groups in which variables move, each with at most `limit` bytes of a device in buffers if possible.
 
-    Variables of one kind are divided evenly, so that their groups share a program.
+    With `reuse`, the old values of the targets are given and overwritten, and programs are for many calls: there are
+    few, and the groups of variables of one kind are divided evenly, so that they share a program. Without, programs are
+    for one call: there is one for each kind, which moves one variable.
     """
     routes, groups = routed(moves, sources), list[Group]()
 
@@ -109,10 +111,10 @@ def grouped_moves(moves: Sequence[Move], sources: Mapping[str, Array], limit: in
         few: dict[str, int] = {}
         for kind in grouped_by(alike, lambda move: (routes[move.path], move.target)).values():
             total = buffered(kind[0]) * len(kind)
-            if total <= limit:
+            if reuse and total <= limit:
                 few |= {move.path: buffered(move) for move in kind}
                 continue
-            size = math.ceil(len(kind) / math.ceil(total / limit))
+            size = math.ceil(len(kind) / math.ceil(total / limit)) if reuse else 1
             for start in range(0, len(kind), size):
                 add(kind[start : start + size])
         by_path = {move.path: move for move in alike}

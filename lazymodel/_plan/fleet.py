@@ -28,6 +28,7 @@ from lazymodel._tensors.shards import (
     divide,
     grouped,
     is_exchanged,
+    is_shared,
     mesh_processes,
     spec_axes,
     stored_itemsize,
@@ -124,6 +125,7 @@ class Traffic:
         find = functools.cache(self._find_processes)
         # Path → tensor, the host of each device, and the partition if there is one; where hosts are known.
         self._tensors: dict[str, tuple[LazyTensor, np.ndarray, ReadPartition | None]] = {}
+        self._shared: set[str] = set()
         self.exchanged: dict[str, ReadPartition] = {}
         for path, tensor in tensors.items():
             sharding = self._shardings[path]
@@ -131,7 +133,9 @@ class Traffic:
             if processes is None or stays_on_host(model[path]):
                 continue
             partition = None
-            if tensor.source.readers() or self.imagined:
+            if is_shared(tensor, sharding, processes, "exchange"):
+                self._shared.add(path)
+            elif tensor.source.readers() or self.imagined:
                 partition = divide(tensor, sharding, processes)
             self._tensors[path] = tensor, processes, partition
             if partition and (is_exchanged(tensor, replicas) or (self.imagined and replicas == "exchange")):
@@ -157,6 +161,10 @@ class Traffic:
             stored, itemsize = float(stored_itemsize(tensor.source) or tensor.dtype.itemsize), tensor.dtype.itemsize
             read = _distinct(self._shardings[path], tuple(tensor.shape), processes, hosts) * stored
             plain += read
+            if path in self._shared:
+                parts += tensor.size * stored / hosts
+                arriving += tensor.size * stored * (1 - 1 / hosts)
+                continue
             if partition is None:
                 parts += read
                 continue

@@ -335,12 +335,13 @@ class RemoteReader(ByteReader):
                 f"{max(self.size - start, 0)}. Upload it again."
             )
         missing: list[tuple[int, np.ndarray]] = []
-        position = start
+        position, held = start, 0
         for target in targets:
             done = 0
             for ahead in self._active():
                 with contextlib.suppress(Stopped):  # another reader's may end at any time
-                    done += ahead.read_into(self, position + done, target[done:])
+                    count = ahead.read_into(self, position + done, target[done:])
+                    done, held = done + count, held + (count if ahead.held else 0)
             if done < target.size:
                 missing.append((position + done, target[done:]))
             position += target.size
@@ -351,20 +352,21 @@ class RemoteReader(ByteReader):
             with alone as ahead:
                 for begin, rest in missing:
                     ahead.read_into(self, begin, rest)
-        self.count(total)
+        self.count(total - held)
 
     @contextlib.contextmanager
     def borrowed(self, offset: int, most: int, unit: int) -> Generator[np.ndarray]:
-        found = np.empty(0, np.uint8)
+        found, held = np.empty(0, np.uint8), False
         position = self.base + offset
         with contextlib.ExitStack() as lender:
             for ahead in self._active() if position + most <= self.size else ():
                 with contextlib.suppress(Stopped):
                     found = lender.enter_context(ahead.borrowed(self, position, most, unit))
                 if found.size:
+                    held = ahead.held
                     break
             yield found
-        self.count(found.size)
+        self.count(0 if held else found.size)
 
     def _active(self) -> list[ReadAhead]:
         """Announced reads that have not ended."""
@@ -394,6 +396,11 @@ class RemoteReader(ByteReader):
                 for ahead in self._aheads:
                     ahead.passed(self, start, start + stride - span)
 
+    @property
+    def holds(self) -> bool:
+        """Returns True within `holding`."""
+        return any(ahead.held for ahead in self._aheads)
+
     def attach(self, ahead: ReadAhead) -> None:
         with self._lock:
             self._aheads = (*self._aheads, ahead)
@@ -414,19 +421,32 @@ def reading_ahead(wants: Sequence[tuple[ByteReader, np.ndarray]], limit: int = A
 
     Args:
         wants: Readers, each with ranges of its tensors' bytes, in the order in which they will be read; readers that
-            are not remote are ignored.
+            are not remote, and those of which bytes are held, are ignored.
         limit: Limit of bytes in flight or waiting to be read.
     """
-    remote = [(source, ranges + source.base) for source, ranges in wants if isinstance(source, RemoteReader)]
-    sources = dict.fromkeys(source for source, _ in remote)
-    with ReadAhead(remote, limit) as ahead:
+    remote = [(source, ranges) for source, ranges in wants if isinstance(source, RemoteReader) and not source.holds]
+    ahead = ReadAhead([(source, ranges + source.base) for source, ranges in remote], limit)
+    with ahead, _attached(ahead, dict.fromkeys(source for source, _ in remote)):
+        yield ahead
+
+
+@contextlib.contextmanager
+def holding(ranges: Sequence[tuple[ByteReader, int, int]], data: np.ndarray) -> Generator[None]:
+    """Within the block, remote readers take ranges from memory, where they follow each other."""
+    places = [(cast(RemoteReader, reader), start + reader.base, stop + reader.base) for reader, start, stop in ranges]
+    with ReadAhead([], held=(places, data)) as ahead, _attached(ahead, dict.fromkeys(reader for reader, *_ in places)):
+        yield
+
+
+@contextlib.contextmanager
+def _attached(ahead: ReadAhead, sources: Iterable[RemoteReader]) -> Generator[None]:
+    for source in sources:
+        source.attach(ahead)
+    try:
+        yield
+    finally:
         for source in sources:
-            source.attach(ahead)
-        try:
-            yield ahead
-        finally:
-            for source in sources:
-                source.detach(ahead)
+            source.detach(ahead)
 
 
 def kvstore(folder: Location) -> dict[str, Any]:

@@ -100,9 +100,17 @@ class ReadAhead:
             occurs twice. An origin may occur several times.
         limit: Limit of bytes in flight or waiting to be read, in addition to one request of each thread that reads.
         gap: Bytes between two ranges up to which the gap is fetched too.
+        held: Ranges that are in memory already, as (origin, first byte, byte after the last), disjoint and in order,
+            and their bytes, one range after the other. They stay until the end.
     """
 
-    def __init__(self, wants: Sequence[tuple[Origin, np.ndarray]], limit: int = AHEAD, gap: int = GAP) -> None:
+    def __init__(
+        self,
+        wants: Sequence[tuple[Origin, np.ndarray]],
+        limit: int = AHEAD,
+        gap: int = GAP,
+        held: tuple[Sequence[tuple[Origin, int, int]], np.ndarray] | None = None,
+    ) -> None:
         # Entered directly: a Ctrl-C within `Condition.__enter__`, which is Python code, would leave it locked.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -113,6 +121,9 @@ class ReadAhead:
         self._starts: dict[Origin, np.ndarray] = {}
         self._mine: dict[Origin, list[_Block]] = {}
         self._plan(wants, gap)
+        self.held = held is not None
+        if held is not None:
+            self._hold(*held)
         self._next = self._used = 0
         self._urgent: list[_Block] = []
         self._idle = 0
@@ -134,6 +145,16 @@ class ReadAhead:
             ]
             self._starts[origin], self._mine[origin] = requests[:, 0], blocks
             self._blocks += blocks  # origins follow each other in the order in which they first occur
+
+    def _hold(self, ranges: Sequence[tuple[Origin, int, int]], data: np.ndarray) -> None:
+        done = 0
+        for origin, start, stop in ranges:
+            block = _Block(origin, start, stop, 0, self._longest)
+            block.state, block.left = "here", 1 << 62  # however often it is read
+            block.data, done = data[done : done + stop - start], done + stop - start
+            self._mine.setdefault(origin, []).append(block)
+            self._blocks.append(block)
+        self._starts = {origin: np.array([block.start for block in mine]) for origin, mine in self._mine.items()}
 
     def __enter__(self) -> ReadAhead:
         with self._lock:

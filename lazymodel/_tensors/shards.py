@@ -282,6 +282,33 @@ def is_exchanged(tensor: LazyTensor, replicas: str | None) -> bool:
     return wanted and bool(read_by)
 
 
+# Limit, in bytes, of a variable that is shared: every process gets all of it, also what it does not need.
+_MOST_SHARED = 4 << 20
+
+
+def is_shared(tensor: Any, sharding: Sharding, processes: np.ndarray, replicas: str | None) -> bool:
+    """Returns True if processes read a remote tensor's bytes together, and all get all of them: if the gaps between
+    the parts that a process would read of it are so short that they would be read too.
+
+    Args:
+        tensor: The tensor to read, of the sharded array's shape.
+        sharding: Its sharding.
+        processes: The process of every device of its mesh, as an array of the mesh's shape.
+        replicas: As for `materialize`.
+    """
+    sources = tensor.source.readers() if isinstance(tensor, LazyTensor) else ()
+    nbytes = int(tensor.size * stored_itemsize(tensor.source)) if sources else 0
+    count = len(np.unique(processes))
+    if count == 1 or not 0 < nbytes <= _MOST_SHARED or not is_exchanged(tensor, replicas):
+        return False
+    if not all(source.remote for source in sources):
+        return False
+    if (partition := divide(tensor, sharding, processes)) is not None:
+        count = min(count, mesh_size(partition.mesh, partition.members))
+        nbytes //= partition.groups
+    return nbytes - nbytes // count < max(source.row_gap for source in sources)
+
+
 def mesh_size(mesh: Any, names: Iterable[str]) -> int:
     """Number of devices along some axes of a mesh."""
     return math.prod(mesh.shape[name] for name in names)

@@ -158,6 +158,17 @@ class Scenarios:
         with jax.set_mesh(self.mesh):
             return self.load(mesh, replicas="exchange")
 
+    def many(self) -> str:
+        """So many variables that their exchanges would wait for each other if they ran at once; then they move on."""
+        with lm.open_checkpoint(self.folder / "many.safetensors") as ckpt:
+            model = lm.build_abstract(lambda: {name: jnp.zeros(ckpt[name].shape) for name in ckpt})
+            model = model.shard(self.mesh, {".*": P("model")}).materialize(ckpt, replicas="exchange")
+            moved = lm.reshard(model, jax.sharding.NamedSharding(self.mesh, P(None, "data")))
+            for path, array in (*model.items(), *moved.items()):
+                for shard in array.addressable_shards:
+                    assert (np.asarray(shard.data) == ckpt[path].read()[shard.index]).all(), path
+        return "loaded and moved"
+
     def read(self) -> dict[str, Any]:
         return self.load(self.mesh)
 

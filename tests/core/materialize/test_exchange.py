@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 
 import lazymodel as lm
-from lazymodel._materialize import reshard
+from lazymodel._materialize import exchange
 from lazymodel._materialize.stream import StreamItem, stream
 from lazymodel._tensors import shards
 from lazymodel._tensors.shards import divide
@@ -129,6 +129,8 @@ def outcomes_of(folder: Path, processes: int, scenarios: str, expected: list[int
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exchange")
     save_file(tensors(), folder / "model.safetensors")
+    many = {f"w{number}": np.full((128, 512), number, "float32") for number in range(160)}
+    save_file(many, folder / "many.safetensors")
     for name in ("right", *(f"truncated-{process}" for process in range(4))):
         save_file({"w": np.ones((2048, 256), "float32")}, folder / f"{name}.safetensors")
     return folder
@@ -155,7 +157,7 @@ def four(folder: Path, two: list[Mapping[str, Any]], served: tuple[ObjectServer,
     """And of four, of which the last is killed in the end."""
     tasks = other_checkpoints(folder, served[0]) | same_checkpoints(folder)
     (folder / "tasks.json").write_text(json.dumps(tasks))
-    return outcomes_of(folder, 4, f"{GOOD},explicit,tasks,killed", [0, 0, 0, -9])
+    return outcomes_of(folder, 4, f"{GOOD},explicit,many,tasks,killed", [0, 0, 0, -9])
 
 
 @pytest.fixture(scope="module")
@@ -193,15 +195,16 @@ def test_parts_become_the_array(
         assert spec in ([P(None, ("y", "x"))] if axes[0] else [P(("x", "y")), P(("y", "x"), None, None)])
         return
     assert partition.own_elements().sum() == values.size
-    each = reshard.Exchange(StreamItem("w", tensor, tensor.shape, tensor.dtype, sharding), partition)
+    each = exchange.Exchange(StreamItem("w", tensor, tensor.shape, tensor.dtype, sharding), partition)
     ((_, parts),) = stream([each.part])
     assert bytes_read({"w": tensor}) == values.nbytes
     array = each.whole(parts)
     assert array.sharding == sharding and np.asarray(array).tobytes() == values.tobytes()
-    memory: Any = cast(Any, reshard._exchange_program(partition)).lower(parts).compile().memory_analysis()
+    memory: Any = cast(Any, exchange._exchange_program(partition)).lower(parts).compile().memory_analysis()
     assert memory.argument_size_in_bytes + memory.temp_size_in_bytes <= 1.05 * each.nbytes
 
 
+HEADERS = 2 * (64 << 10)  # bytes that both processes fetch of the beginning of the file
 FILE_NBYTES = sum(tensor.nbytes for tensor in tensors().values())
 
 
@@ -214,8 +217,7 @@ def test_each_byte_is_read_once(outcomes: list[Mapping[str, Any]]) -> None:
 
 
 def test_processes_fetch_each_byte_once_together(two: list[Mapping[str, Any]]) -> None:
-    # Twice would be once in each process; gaps between the halves of tensors as small as these are fetched along.
-    assert FILE_NBYTES <= two[0]["sent"] <= 1.5 * FILE_NBYTES
+    assert FILE_NBYTES <= two[0]["sent"] <= 1.01 * FILE_NBYTES + HEADERS
     assert sum(outcome["remote"]["read"] for outcome in two) <= 1.02 * FILE_NBYTES
 
 
@@ -223,6 +225,10 @@ def test_without_every_replica_reads(four: list[Mapping[str, Any]]) -> None:
     for outcome in four[:-1]:
         assert outcome["read"]["read"] > 2 * outcome["exchanged"]["read"]
         assert outcome["read"]["exchanged"] == outcome["read"]["programs"] == 0
+
+
+def test_many_exchanges_do_not_wait_for_each_other(four: list[Mapping[str, Any]]) -> None:
+    assert [outcome["many"] for outcome in four] == ["loaded and moved"] * 4
 
 
 def test_variables_that_are_alike_share_a_program(outcomes: list[Mapping[str, Any]]) -> None:
