@@ -2,20 +2,18 @@
 
 The reference lists the exports of the packages and the steps of `AbstractModel`. A link to a program,
 `../examples/grow_model.py`, becomes a link to a page that shows it. Linked Markdown files and notebooks become pages,
-and pictures are copied. The code that an example continues from is shown above it, folded.
+and pictures are copied.
 """
 
 import importlib
 import inspect
 import json
 import re
-import textwrap
 from pathlib import Path
 
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
-SETUP = re.compile(r"^( *)<!-- runs\n(.*?)^ *-->$", re.M | re.S)
 OUTSIDE = re.compile(r"\]\((?:\.\./)+([\w./-]+?)(#[\w-]+)?\)")
 
 
@@ -47,13 +45,7 @@ def on_page_markdown(markdown: str, page, config, files) -> str:
         name = {".py": f"{path.stem}.md", ".ipynb": f"{path.stem}_notebook.md"}.get(path.suffix, path.name)
         return f"]({up}more/{name}{match[2] or ''})"
 
-    return SETUP.sub(_folded, OUTSIDE.sub(target, markdown))
-
-
-def _folded(match: re.Match[str]) -> str:
-    """The code that an example continues from, as a block that opens."""
-    code = textwrap.indent(f"```python\n{textwrap.dedent(match[2])}```", "    ")
-    return textwrap.indent(f'??? example "The code before this"\n\n{code}\n', match[1])
+    return OUTSIDE.sub(target, markdown)
 
 
 def _notebook(path: Path) -> str:

@@ -14,7 +14,7 @@ import textwrap
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -24,116 +24,109 @@ from tests.test_package import NAMES
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = {"README.md": README} | {f"docs/{path.name}": path.read_text() for path in (ROOT / "docs").glob("*.md")}
 NOTEBOOKS = {f"examples/{path.name}": json.loads(path.read_text()) for path in (ROOT / "examples").glob("*.ipynb")}
-# A block, and the comment before it: `runs`, with what it goes on from, or `not run: why`. In a tab it is indented.
-BLOCK = re.compile(r"(?:^ *<!-- (runs|not run: [^>]+?)\s*?(\n.*?)?-->\n)?^( *)```python\n(.*?)^\3```", re.M | re.S)
+# A block of Python, below a comment `not run: why` if it needs what is not here. In a tab it is indented.
+BLOCK = re.compile(r"(?:^ *<!-- not run: ([^>]+?) -->\n)?^( *)```python\n(.*?)^\2```", re.M | re.S)
 
 ERRORS = ("LazyModelError", "TraceError", "ShardingError", "CheckpointError", "DoesNotFitError")
 
 
-class Block(NamedTuple):
-    document: str
-    kind: str  # "runs", or why not; empty where nobody said
-    code: str
-    first_line: str
-
-
-def blocks() -> list[Block]:
-    found: list[Block] = []
-    for name, text in sorted(DOCUMENTS.items()):
-        for kind, setup, _, shown in BLOCK.findall(text):
-            code, shown = textwrap.dedent(setup.strip("\n")), textwrap.dedent(shown)
-            found.append(Block(name, kind.strip(), f"{code}\n{shown}" if code else shown, shown.split("\n")[0]))
-    return found
+def program(text: str) -> str:
+    """The blocks of a page that run, in their order, each line where the page has it."""
+    lines = [""] * text.count("\n")
+    for block in BLOCK.finditer(text):
+        if not block[1] and (HAS_KERAS or not re.search(r"keras|\blk\.", block[3])):
+            first, code = text.count("\n", 0, block.start(3)), textwrap.dedent(block[3]).splitlines()
+            lines[first : first + len(code)] = code
+    return "\n".join(lines)
 
 
 def cells(notebook: dict[str, Any]) -> list[dict[str, Any]]:
     return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
-BLOCKS = blocks()
-RUN = [block for block in BLOCKS if block.kind == "runs"]
-RUN += [
-    Block(name, "runs", "\n".join("".join(cell["source"]) for cell in cells(notebook)), "all cells")
+HAS_KERAS = importlib.util.find_spec("keras_hub") is not None
+PROGRAMS = {name: code for name, text in sorted(DOCUMENTS.items()) if (code := program(text)).strip()} | {
+    name: "\n".join("".join(cell["source"]) for cell in cells(notebook))
     for name, notebook in sorted(NOTEBOOKS.items())
     if name != "examples/init_study.ipynb"  # compiles for six seconds; a large test runs it
-]
+}
 
 
 def test_every_block_runs_or_says_why_not() -> None:
-    assert sum(text.count("```python") for text in DOCUMENTS.values()) == len(BLOCKS)
-    assert not [block for block in BLOCKS if not block.kind]
-    assert len(RUN) > len(BLOCKS) / 2
+    blocks = [block for text in DOCUMENTS.values() for block in BLOCK.finditer(text)]
+    assert sum(text.count("```python") for text in DOCUMENTS.values()) == len(blocks)
+    assert sum(block[1] is None for block in blocks) > 2 * len(blocks) / 3
+    assert not [name for name, text in DOCUMENTS.items() if "<!-- runs\n" in text]  # code that no reader sees
 
 
-# What all blocks import is imported once; each then runs in a process of its own, forked before JAX has any device.
-RUN_BLOCKS = """
-import json, os, sys, tempfile, traceback, warnings
+# What all pages import is imported once; each page then runs in a process of its own, forked before JAX has any device.
+RUN_PAGES = """
+import json, os, sys, traceback, warnings
 import jax, numpy, lazymodel
-blocks = json.load(sys.stdin)
-if any("keras_hub" in block for block in blocks):
+pages = json.load(sys.stdin)
+if any("keras_hub" in code for code in pages.values()):
     import keras_hub, lazymodel_keras
 warnings.filterwarnings("ignore", message=".*fork")
 warnings.simplefilter("error", lazymodel.LazyModelWarning)  # who copies an example is not told that it is wrong
-sys.path.append(sys.argv[1])  # for servers of tests; at the end, so that packages are those that are installed
-results = []
-for number, block in enumerate(blocks):
+statuses = {}
+for number, (name, code) in enumerate(pages.items()):
     sys.stdout.flush()
     if not (child := os.fork()):
         status = 1
         try:
             os.mkdir(str(number))
             os.chdir(str(number))
-            exec(compile(block, "document.md", "exec"), {"__name__": "__main__"})
+            exec(compile(code, name, "exec"), {"__name__": "__main__"})
             status = 0
         except BaseException:
             traceback.print_exc()
         finally:
             sys.stdout.flush()
             os._exit(status)
-    results.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-print(json.dumps(results))
+    statuses[name] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+print(json.dumps(statuses))
 """
 
 
 @pytest.fixture(scope="module")
-def blocks_ran(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> tuple[dict[str, int], str]:
-    """The status with which each block ended, and what they said; found by one worker for all."""
+def pages_ran(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> tuple[dict[str, int], str]:
+    """The status with which each page ended, and what they said; found by one worker for all."""
     base = tmp_path_factory.getbasetemp()
     shared = Path(base if worker_id == "master" else base.parent) / "documents.json"
     with shared.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not shared.exists():
-            shared.write_text(json.dumps(run_blocks(tmp_path_factory.mktemp("documents"))))
+            shared.write_text(json.dumps(run_pages(tmp_path_factory.mktemp("documents"))))
     statuses, said = json.loads(shared.read_text())
     return statuses, said
 
 
-def run_blocks(folder: Path) -> tuple[dict[str, int], str]:
-    has_keras = importlib.util.find_spec("keras_hub") is not None
-    codes = [block.code for block in RUN if has_keras or "keras" not in block.code]
+def run_pages(folder: Path) -> tuple[dict[str, int], str]:
+    environment = child_environment()
+    environment["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
     done = subprocess.run(
-        [sys.executable, "-c", RUN_BLOCKS, str(ROOT)],
-        input=json.dumps(codes),
+        [sys.executable, "-c", RUN_PAGES],
+        input=json.dumps(PROGRAMS),
         capture_output=True,
         text=True,
         cwd=folder,
-        env=child_environment(),
+        env=environment,
         timeout=280,
     )
     assert done.returncode == 0, done.stderr
-    return dict(zip(codes, json.loads(done.stdout.splitlines()[-1]), strict=True)), done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
-@pytest.mark.parametrize("block", RUN, ids=[f"{block.document}: {block.first_line}" for block in RUN])
-def test_code_block_runs(block: Block, blocks_ran: tuple[dict[str, int], str]) -> None:
-    if "keras" in block.code:
-        pytest.importorskip("keras_hub")
-    if ".quantize(" in block.code and "nnx" in block.code:
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_code_of_a_page_runs(name: str, pages_ran: tuple[dict[str, int], str]) -> None:
+    """From top to bottom, as a reader pastes it."""
+    code = PROGRAMS[name]
+    if ".quantize(" in code and "nnx" in code:
         pytest.importorskip("qwix")
-    if "TrainingCheckpoint" in block.code and not hasattr(pytest.importorskip("keras").callbacks, "OrbaxCheckpoint"):
+    if "TrainingCheckpoint" in code and not hasattr(pytest.importorskip("keras").callbacks, "OrbaxCheckpoint"):
         pytest.skip("this Keras has no OrbaxCheckpoint")
-    statuses, said = blocks_ran
-    assert statuses[block.code] == 0, said
+    statuses, said = pages_ran
+    assert statuses[name] == 0, said
 
 
 def test_notebooks_are_as_their_readers_see_them() -> None:
