@@ -103,12 +103,16 @@ def table(head: str, rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def where(results: Results, *names: str) -> str:
-    """How the figures of these benchmarks are made, and what they were made on."""
-    there = [results[name] for name in names]
-    commands = "\n".join(f"python tests/benchmarks/{each['command']}" for each in there)
-    made = sorted({f"{each['machine']}; {each['versions']}; {each['date']}" for each in there})
-    return f"```bash\n{commands}\n```\n\n{'. '.join(made)}."
+def commands(results: Results, *names: str) -> str:
+    """How these figures are made."""
+    lines = "\n".join(f"python tests/benchmarks/{results[name]['command']}" for name in names)
+    return f"```bash\n{lines}\n```"
+
+
+def where(results: Results) -> str:
+    """What all figures were made on."""
+    made = sorted({f"{each['machine']}; {each['versions']}; {each['date']}" for each in results.values()})
+    return f"On {'. On '.join(made)}."
 
 
 def speed(of: dict[str, Any]) -> str:
@@ -154,30 +158,30 @@ def page(results: Results) -> str:
         for each in found["abstract"]
     ]
     parts = [
+        where(results),
         "## Loading onto 8 devices",
         "![Seconds and peaks of loading](drawings/measured_loads.svg)",
         table("loaded | KerasHub: seconds, peak | lazymodel | reading alone", loaded),
-        where(results, "preset", "stream", "int8", "qwen3_moe", "gpt_oss"),
+        commands(results, "preset", "stream", "int8", "qwen3_moe", "gpt_oss"),
         "## Safetensors, 1.1 GiB in three files",
-        "By `stream.py`, as above; the page cache is warm.",
+        "By `stream.py`, as above, with a warm page cache.",
         table("by | split on the first axis | on the last", by_axis),
         "## Quantized forms, decoded: 1 GiB of result",
         "![GB/s by form](drawings/measured_formats.svg)",
-        "The first ten are of [folders](quantized.md#what-is-decoded); the others are "
-        "[types of GGUF](quantized.md#gguf), which the package `gguf` decodes in the first column.",
+        "The first ten are of [folders](quantized.md#load-quantized-checkpoints), the others "
+        "[types of GGUF](quantized.md#gguf), decoded by the package `gguf` in the first column.",
         table("form | plain NumPy: GB/s of result, peak | lazymodel | its CPU seconds", forms),
-        where(results, "formats"),
+        commands(results, "formats"),
         "## From the start of the process",
         "![Seconds by way](drawings/measured_cold_start.svg)",
         table("until, files | KerasHub alone | `lk.from_preset` | with `compile=`", cold),
-        "On one device. The link is so slow that reading the files takes as long as compiling: "
-        "[Reduce startup time](cold_start.md).",
-        where(results, "cold_start"),
+        "On one device, a Gemma of 138 million parameters. Over the link, reading takes as long as compiling.",
+        commands(results, "cold_start"),
         "## Building and compiling",
         f"The init of a {of['layers']}-layer NNX decoder: one `jax.jit` {whole:.1f} s; lazymodel "
         f"**{ours:.1f} s, {of['programs']} programs**.",
         table("built abstractly | billion parameters | seconds | memory", built),
-        where(results, "init", "abstract"),
+        commands(results, "init", "abstract"),
     ]
     return "\n\n".join(parts)
 

@@ -35,7 +35,7 @@ PAGE = Path(__file__).parent.parent.parent / "integrations" / "MODELS.md"
 _INTRODUCTION = """# KerasHub models
 
 This page lists which models of KerasHub {version} work with lazymodel: {backbones} backbones and {tasks} tasks.
-[Use Keras and KerasHub models](../docs/keras.md) describes how to load one. The tests build a tiny model of each class;
+[Keras and KerasHub](../docs/keras.md) describes how to load one. The tests build a tiny model of each class;
 if a class has several configurations that differ in kind, each has a row.
 
 - **build**: `lm.build_abstract` defers every variable; materialized values equal KerasHub's initial values bit for bit.
