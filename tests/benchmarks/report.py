@@ -103,16 +103,12 @@ def table(head: str, rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def commands(results: Results, *names: str) -> str:
-    """How these figures are made."""
-    lines = "\n".join(f"python tests/benchmarks/{results[name]['command']}" for name in names)
-    return f"```bash\n{lines}\n```"
-
-
 def where(results: Results) -> str:
-    """What all figures were made on."""
-    made = sorted({f"{each['machine']}; {each['versions']}; {each['date']}" for each in results.values()})
-    return f"On {'. On '.join(made)}."
+    """What figures were made on, by name if they differ."""
+    made: dict[str, list[str]] = {}
+    for name, each in results.items():
+        made.setdefault(f"{each['machine']}; {each['versions']}; {each['date']}", []).append(name)
+    return "\n\n".join(f"{', '.join(names) if len(made) > 1 else 'All'} on {what}." for what, names in made.items())
 
 
 def speed(of: dict[str, Any]) -> str:
@@ -140,10 +136,7 @@ def page(results: Results) -> str:
             ("lazymodel", "first", "last"), ("Orbax", "orbax", "orbax-last"), ("reading alone", "limit", "limit"),
         )
     ]  # fmt: skip
-    forms = [
-        [form, speed(of["numpy"]), speed(of["ours"]), f"{of['ours']['cpu']:.1f} s"]
-        for form, of in found["formats"].items()
-    ]
+    forms = [[form, speed(of["numpy"]), speed(of["ours"])] for form, of in found["formats"].items()]
     cold = [
         [label, *(f"{starts[f'{place} {way}']['done']:.1f} s" for way in COLOURS)]
         for place, label in cold_starts(starts).items()
@@ -162,26 +155,22 @@ def page(results: Results) -> str:
         "## Loading onto 8 devices",
         "![Seconds and peaks of loading](drawings/measured_loads.svg)",
         table("loaded | KerasHub: seconds, peak | lazymodel | reading alone", loaded),
-        commands(results, "preset", "stream", "int8", "qwen3_moe", "gpt_oss"),
         "## Safetensors, 1.1 GiB in three files",
-        "By `stream.py`, as above, with a warm page cache.",
+        "The page cache is warm.",
         table("by | split on the first axis | on the last", by_axis),
         "## Quantized forms, decoded: 1 GiB of result",
         "![GB/s by form](drawings/measured_formats.svg)",
         "The first ten are of [folders](quantized.md#load-quantized-checkpoints), the others "
         "[types of GGUF](quantized.md#gguf), decoded by the package `gguf` in the first column.",
-        table("form | plain NumPy: GB/s of result, peak | lazymodel | its CPU seconds", forms),
-        commands(results, "formats"),
+        table("form | plain NumPy: GB/s of result, peak | lazymodel", forms),
         "## From the start of the process",
         "![Seconds by way](drawings/measured_cold_start.svg)",
         table("until, files | KerasHub alone | `lk.from_preset` | with `compile=`", cold),
         "On one device, a Gemma of 138 million parameters. Over the link, reading takes as long as compiling.",
-        commands(results, "cold_start"),
         "## Building and compiling",
         f"The init of a {of['layers']}-layer NNX decoder: one `jax.jit` {whole:.1f} s; lazymodel "
         f"**{ours:.1f} s, {of['programs']} programs**.",
         table("built abstractly | billion parameters | seconds | memory", built),
-        commands(results, "init", "abstract"),
     ]
     return "\n\n".join(parts)
 
