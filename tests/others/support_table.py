@@ -31,8 +31,8 @@ LARGE = 1 << 20  # bytes of a variable that is not to be replicated where it can
 _INTRODUCTION = """# Models of other packages
 
 This page lists which models of other JAX packages work with lazymodel. [Flax](../docs/flax.md) and
-[Getting started](../docs/start.md) describe how to build and shard one, and [Weight mapping](../docs/weight_maps.md) how
-to load weights into it.
+[Getting started](../docs/start.md) describe how to build and shard one, and [Weight mapping](../docs/weight_maps.md)
+how to load weights into it.
 
 - **build**: `lm.build_abstract` takes the package's own class, module or init function; the number is that of the
   variables of a tiny model of the same layers.
