@@ -10,7 +10,6 @@ import json
 import re
 import subprocess
 import sys
-import textwrap
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,8 +23,8 @@ from tests.test_package import NAMES
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = {"README.md": README} | {f"docs/{path.name}": path.read_text() for path in (ROOT / "docs").glob("*.md")}
 NOTEBOOKS = {f"examples/{path.name}": json.loads(path.read_text()) for path in (ROOT / "examples").glob("*.ipynb")}
-# A block of Python, below a comment `not run: why` if it needs what is not here. In a tab it is indented.
-BLOCK = re.compile(r"(?:^ *<!-- not run: ([^>]+?) -->\n)?^( *)```python\n(.*?)^\2```", re.M | re.S)
+# A block of Python, below a comment `not run: why` if it needs what is not here.
+BLOCK = re.compile(r"(?:^<!-- not run: ([^>]+?) -->\n)?^```python\n(.*?)^```", re.M | re.S)
 
 ERRORS = ("LazyModelError", "TraceError", "ShardingError", "CheckpointError", "DoesNotFitError")
 
@@ -34,8 +33,8 @@ def program(text: str) -> str:
     """The blocks of a page that run, in their order, each line where the page has it."""
     lines = [""] * text.count("\n")
     for block in BLOCK.finditer(text):
-        if not block[1] and (HAS_KERAS or not re.search(r"keras|\blk\.", block[3])):
-            first, code = text.count("\n", 0, block.start(3)), textwrap.dedent(block[3]).splitlines()
+        if not block[1] and (HAS_KERAS or not re.search(r"keras|\blk\.", block[2])):
+            first, code = text.count("\n", 0, block.start(2)), block[2].splitlines()
             lines[first : first + len(code)] = code
     return "\n".join(lines)
 
