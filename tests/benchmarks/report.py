@@ -136,7 +136,14 @@ def page(results: Results) -> str:
             ("lazymodel", "first", "last"), ("Orbax", "orbax", "orbax-last"), ("reading alone", "limit", "limit"),
         )
     ]  # fmt: skip
-    forms = [[form, speed(of["numpy"]), speed(of["ours"])] for form, of in found["formats"].items()]
+    forms = [
+        [form, *(f"{of[way]['gigabytes_per_second']:.2f}" for way in ("numpy", "ours"))]
+        for form, of in found["formats"].items()
+    ]
+    peaks = [
+        "{:.2f} to {:.2f} ×".format(*(most(of[way]["peak"] for of in found["formats"].values()) for most in (min, max)))
+        for way in ("numpy", "ours")
+    ]
     cold = [
         [label, *(f"{starts[f'{place} {way}']['done']:.1f} s" for way in COLOURS)]
         for place, label in cold_starts(starts).items()
@@ -160,9 +167,10 @@ def page(results: Results) -> str:
         table("by | split on the first axis | on the last", by_axis),
         "## Quantized forms, decoded: 1 GiB of result",
         "![GB/s by form](drawings/measured_formats.svg)",
-        "The first ten are of [folders](quantized.md#load-quantized-checkpoints), the others "
-        "[types of GGUF](quantized.md#gguf), decoded by the package `gguf` in the first column.",
-        table("form | plain NumPy: GB/s of result, peak | lazymodel", forms),
+        "GB of result a second. The first ten are of [folders](quantized.md#load-quantized-checkpoints), the others "
+        "[types of GGUF](quantized.md#gguf), decoded by the package `gguf` in the first column. "
+        f"Peaks are {peaks[0]}, of lazymodel {peaks[1]}.",
+        table("form | plain NumPy | lazymodel", forms),
         "## From the start of the process",
         "![Seconds by way](drawings/measured_cold_start.svg)",
         table("until, files | KerasHub alone | `lk.from_preset` | with `compile=`", cold),
