@@ -130,7 +130,8 @@ class LazyModelWarning(UserWarning):
     """
 
 
-for _public in (LazyModelError, TraceError, ShardingError, CheckpointError, DoesNotFitError, LazyModelWarning):
+_ERRORS = LazyModelError, TraceError, ShardingError, CheckpointError, DoesNotFitError, SyncError, LazyModelWarning
+for _public in _ERRORS:
     _public.__module__ = "lazymodel"  # the name that users import, and see in tracebacks
 
 

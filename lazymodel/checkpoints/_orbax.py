@@ -460,7 +460,7 @@ class OrbaxCheckpoint(Checkpoint):
             if known is not None and known.etag is not None:
                 digest.update(f"{known.size} {known.etag}\0".encode())
             else:
-                digest.update(source_of(place).fingerprint(count // len(self._places)).encode())
+                digest.update(source_of(place).fingerprint(max(count // len(self._places), 1)).encode())
         return f"{len(self._places)} files, sampled content {digest.hexdigest()}"
 
     def close(self) -> None:

@@ -291,6 +291,19 @@ def test_one_process_computes_nothing_more(tmp_path: Path, mesh8: Mesh, monkeypa
     model_of(checkpoint, NamedSharding(mesh8, P())).materialize(checkpoint)
 
 
+def test_a_folder_of_more_files_than_samples(tmp_path: Path) -> None:
+    """An Orbax checkpoint with a file for each array: each is sampled."""
+    many = {f"w{number}": np.full((64, 64), number, np.float32) for number in range(160)}
+    found: list[str] = []
+    for name in ("first", "other"):
+        if name == "other":
+            many["w99"][:] = -1
+        orbax(tmp_path / name, many, ocdbt=False)
+        origin = lm.open_checkpoint(tmp_path / name)["w0"].source.origin
+        found.append(cast(Any, origin).fingerprint())
+    assert found[0] != found[1]
+
+
 @pytest.mark.parametrize("nbytes", [1, 4 << 10, 512 << 10, (512 << 10) + 1, 10**7])
 def test_files_that_differ_anywhere_in_a_twentieth_are_told_apart(tmp_path: Path, nbytes: int) -> None:
     """By samples, of whatever size they are; copies are not."""
