@@ -89,7 +89,8 @@ def routed(moves: Iterable[Move], sources: Mapping[str, Array]) -> dict[str, Rou
 
 
 def grouped_moves(moves: Sequence[Move], sources: Mapping[str, Array], limit: int, *, reuse: bool) -> list[Group]:
-    """The groups in which variables move, each with at most `limit` bytes of a device in buffers if possible.
+    """The groups in which variables move, each with at most `limit` bytes of a device in buffers, and in results if old
+    ones are not reused, if possible.
 
     Variables of one kind are divided evenly, so that their groups share a program.
     """
@@ -102,8 +103,8 @@ def grouped_moves(moves: Sequence[Move], sources: Mapping[str, Array], limit: in
         groups.append(Group(recipe, given, {move.path: move.target for move in members}, reuse))
 
     def buffered(move: Move) -> int:
-        route = routes[move.path]
-        return max(2 * sum(map(route.round_nbytes, route.rounds)), 1)
+        route, new = routes[move.path], 0 if reuse else move.target.shard_nbytes
+        return max(2 * sum(map(route.round_nbytes, route.rounds)) + new, 1)
 
     for alike in grouped_by(moves, lambda move: (routes[move.path].order, device_order(move.target.sharding))).values():
         few: dict[str, int] = {}
