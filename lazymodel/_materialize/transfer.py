@@ -303,8 +303,9 @@ class _Item:
         return lax.dynamic_update_slice(local.reshape(whole), piece, starts).reshape(local.shape)
 
 
-# Bytes of a piece from which it moves alone: packing and unpacking larger ones takes longer than one more transfer.
-_ALONE = 64 << 10
+# Bytes of a piece from which it moves alone: packing and unpacking larger ones takes longer than one more transfer. To
+# other devices each transfer also takes some 30 µs of Python.
+_ALONE, _ALONE_ELSEWHERE = 64 << 10, 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -338,6 +339,7 @@ class _Exchange:
     stays: bool
     items: tuple[_Item, ...]
     valid: _Start | None  # 1 on devices that get something; None if all do
+    alone: int  # bytes of a piece from which it moves alone
 
     @functools.cached_property
     def buffers(self) -> tuple[_Buffer, ...]:
@@ -345,7 +347,7 @@ class _Exchange:
         together: dict[Hashable, list[int]] = {}
         for number, item in enumerate(self.items):
             if item.source is not None:
-                alone = math.prod(item.shape) * item.dtype.itemsize >= _ALONE
+                alone = math.prod(item.shape) * item.dtype.itemsize >= self.alone
                 together.setdefault(number if alone else _wire(item.dtype).name, []).append(number)
         return tuple(_Buffer.of(numbers, [self.items[number] for number in numbers]) for numbers in together.values())
 
@@ -380,7 +382,8 @@ class _Parts:
 
     def __init__(self, recipe: _Recipe, sources: Sequence[Array], targets: Sequence[Array]) -> None:
         self._sources, self._targets = sources, targets
-        here, there = len(recipe[0][0].order), len(device_order(targets[0].sharding))
+        order, order_there = recipe[0][0].order, device_order(targets[0].sharding)
+        here, there, alone = len(order), len(order_there), _ALONE if order == order_there else _ALONE_ELSEWHERE
         # Column → number of the column, by sender and by receiver.
         self._tables: tuple[dict[tuple[int, ...], int], dict[tuple[int, ...], int]] = ({}, {})
         together: dict[Any, list[tuple[int, Route, tuple[int, ...], Round]]] = collections.defaultdict(list)
@@ -402,7 +405,7 @@ class _Parts:
                     items.append(_Item(number, source, copy, slot, after, dtype, begin, end))
             some = np.bincount(receivers, minlength=there)
             valid = self._start(1, range(there), some.tolist(), there) if len(pairs) < there else None
-            self.exchanges.append(_Exchange(pairs, stays, tuple(items), valid))
+            self.exchanges.append(_Exchange(pairs, stays, tuple(items), valid, alone))
 
     def _start(self, side: int, positions: Sequence[int], values: Sequence[int], count: int) -> _Start:
         """Numbers for devices: the number if all are equal, otherwise a column of a table."""
