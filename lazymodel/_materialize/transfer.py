@@ -185,11 +185,21 @@ class _Program:
                 functools.partial(parts.cut, cut), out_shardings=NamedSharding(cut, PartitionSpec(cut.axis_names))
             )
             programs = [_compiled(function, structs[0])]
-            self._moving = [(self._senders(each.pairs), buffer) for each in parts.exchanges for buffer in each.buffers]
+            moving = [(each.pairs, buffer) for each in parts.exchanges for buffer in each.buffers]
+            sent = [(n, *pair) for n, (pairs, _) in enumerate(moving) for pair in pairs]
+            self._sent = [(n, sender) for n, sender, _ in sent]
+            self._receivers = [self._there[receiver] for _, _, receiver in sent]
+            self._buffers = [buffer for _, buffer in moving]
+            places = {(n, receiver): place for place, (n, _, receiver) in enumerate(sent)}
+            # For a device that gets nothing, anything of this form that it gets: it is not used.
+            others = {(self._buffers[n].form, receiver): place for (n, receiver), place in places.items()}
+            self._shards = [
+                [places.get((n, receiver), others.get((buffer.form, receiver))) for receiver in range(len(self._there))]
+                for n, buffer in enumerate(self._buffers)
+            ]
             count = len(self._there)
             buffers = [
-                jax.ShapeDtypeStruct(buffer.over(count), buffer.dtype, sharding=self._flat)
-                for _, buffer in self._moving
+                jax.ShapeDtypeStruct(buffer.over(count), buffer.dtype, sharding=self._flat) for buffer in self._buffers
             ]
             function = jax.jit(functools.partial(parts.join, join), out_shardings=wanted, **cast(Any, donated))
             programs.append(_compiled(function, buffers, structs[1]))
@@ -199,7 +209,7 @@ class _Program:
             memory = compiled.memory_analysis()
             extra += int(memory.temp_size_in_bytes) if memory else 0
         if both is None:
-            extra += 2 * sum(buffer.nbytes for _, buffer in self._moving)
+            extra += 2 * sum(buffer.nbytes for buffer in self._buffers)
         self.nbytes = extra
 
     def __call__(self, sources: Sequence[jax.Array], old: Sequence[jax.Array]) -> Sequence[jax.Array]:
@@ -214,25 +224,21 @@ class _Program:
         if len(self.compiled) == 1:
             return self._calls[0](sources, old)
         cut = self._calls[0](sources)
-        shards: list[Any] = []
-        for array, (senders, buffer) in zip(cut, self._moving, strict=True):
-            for sender in senders:
-                none = sender is None
-                shards.append(np.zeros(buffer.shape, buffer.dtype) if none else array.addressable_data(sender))
+        moved = jax.device_put([cut[n].addressable_data(sender) for n, sender in self._sent], self._receivers)
         del cut
-        count = len(self._there)
-        moved = jax.device_put(shards, list(self._there) * len(self._moving))
         buffers = [
-            jax.make_array_from_single_device_arrays(buffer.over(count), self._flat, moved[n * count : (n + 1) * count])
-            for n, (_, buffer) in enumerate(self._moving)
+            jax.make_array_from_single_device_arrays(
+                buffer.over(len(self._there)),
+                self._flat,
+                [
+                    jnp.zeros(buffer.shape, buffer.dtype, device=device) if place is None else moved[place]
+                    for place, device in zip(places, self._there, strict=True)
+                ],
+            )
+            for buffer, places in zip(self._buffers, self._shards, strict=True)
         ]
-        del shards, moved
+        del moved
         return self._calls[1](buffers, old)
-
-    def _senders(self, pairs: Sequence[tuple[int, int]]) -> list[int | None]:
-        """The position of the device that sends to each one."""
-        senders = {receiver: sender for sender, receiver in pairs}
-        return [senders.get(position) for position in range(len(self._there))]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -325,6 +331,11 @@ class _Buffer:
     def over(self, count: int) -> tuple[int, ...]:
         """The shape of the array that consists of those of several devices."""
         return (count * self.shape[0], *self.shape[1:])
+
+    @property
+    def form(self) -> Hashable:
+        """Equal for buffers that may take each other's place."""
+        return self.shape, self.dtype
 
     @property
     def nbytes(self) -> int:

@@ -27,7 +27,6 @@ from lazymodel._programs.programs import InitRecipe
 from lazymodel._sharding.follow import along
 from lazymodel._show.text import closest
 from lazymodel._tensors.decoded import Computation, ComputedTensor, Output
-from lazymodel._tensors.lazy import lazy
 from lazymodel._trace.errors import on_host
 from lazymodel_keras import _upstream
 from lazymodel_keras._record.recording import quick_collections
