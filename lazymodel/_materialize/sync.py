@@ -53,7 +53,8 @@ class Sync(Tabled):
     same in the same order, and all processes call it.
 
     Args:
-        trainer, sampler: Two models, each abstract with shardings, or live. A live one is only looked at.
+        trainer, sampler: Two models, each abstract with shardings, or live. A live one is only looked at. A sampler
+            that `quantize` made is abstract here; a quantized weight has the path that it had before.
         mapping: A `WeightMap` whose tensors are the trainer's variables; or a function of them, as for
             `map_checkpoint`. None for equal paths. It may have views, joins, casts and arithmetic with one number.
         only: The sampler's variables to move: a regular expression of whole paths, or a function of a path. For
@@ -118,7 +119,7 @@ class Sync(Tabled):
             self._groups += grouped_moves(alike, placed, limit, reuse=not quantized)
         self._parts = {move.path: (move.path,) for move in moves}
         self._parts |= {path: each.paths for path, each in self._conversions.items() if path in self._parts}
-        self._shardings = {path: variable.sharding for path, variable in self._wanted.items()}
+        self._shardings: dict[str, Any] = {path: variable.sharding for path, variable in self._wanted.items()}
         self._routes = routed(moves, placed)
         self._names = {move.path: move.names for move in moves}
         self._places: dict[str, Any] = {}

@@ -12,7 +12,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -282,12 +282,12 @@ def conversions(model: ModelSpec, weights: Mapping[str, Any]) -> list[Conversion
         for part in paths:
             view: Any = model.sources[part]
             parts.append((view.source.output.of, view.shape, tuple(view.file_order()), model[part].dtype))
-        function = _Requantized(computation.function, given.shape, transposed, tuple(parts))
+        function = _Requantized(cast(_Quantizer, computation.function), given.shape, transposed, tuple(parts))
         # Columns of a packed matrix belong to the first axis of the weight after those of its rows.
         rows = [n for n in range(1, weight.ndim) if math.prod(weight.shape[:n]) == given.shape[0]]
-        dims = [None] * weight.ndim
+        dims: list[int | None] = [None] * weight.ndim
         if weight.ndim == len(model[path].shape):
-            dims = range(weight.ndim)
+            dims = [*range(weight.ndim)]
         elif rows:
             dims[0], dims[rows[0]] = 0, 1
         sharding = along(model[path].sharding, dims, weight.shape)
