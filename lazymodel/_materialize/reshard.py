@@ -319,7 +319,7 @@ def reshard(
                 given = [arrays[path] for path in group.sources]
                 counts.group(group, given, donate=donate)
                 stage.meet()
-                for source, array in zip(given, stage.together(lambda: group(given, [])), strict=True):  # noqa: B023
+                for source, array in zip(given, stage.together(lambda: group.program(given, [])), strict=True):  # noqa: B023
                     if donate:
                         source.delete()
                     moved[id(source)] = array
@@ -360,7 +360,7 @@ class _Counts:
         self.groups += 1
         for source, target in zip(sources, group.wanted, strict=True):
             self._add(source, target.sharding, 1)
-        self.peak = max(self.peak, self.now() + group.nbytes)
+        self.peak = max(self.peak, self.now() + group.program.nbytes)
         for source in sources if donate else ():
             self._add(source, source.sharding, -1)
 
@@ -484,7 +484,7 @@ def copied(moves: Iterable[tuple[Move, jax.Array]], stage: CollectiveScope) -> I
     for group in grouped_moves([move for move, _ in moves], sources, shards.GROUP, reuse=False):
         given = [arrays[path] for path in group.sources]
         stage.meet()
-        yield from zip(group.targets, stage.together(lambda: group(given, [])), strict=True)  # noqa: B023
+        yield from zip(group.targets, stage.together(lambda: group.program(given, [])), strict=True)  # noqa: B023
 
 
 def _text(sharding: Sharding) -> str:

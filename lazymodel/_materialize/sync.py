@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -169,8 +170,8 @@ class Sync(Tabled):
     def _new(self, group: Group, sources: list[jax.Array], old: Mapping[str, jax.Array]) -> Sequence[jax.Array]:
         """The new arrays of a group; weights of quantized variables move first, and are quantized in their place."""
         if group.targets[0] not in self._conversions:
-            return group(sources, list(old.values()))
-        weights, new = dict(zip(group.targets, group(sources, []), strict=True)), list[jax.Array]()
+            return group.program(sources, list(old.values()))
+        weights, new = dict(zip(group.targets, group.program(sources, []), strict=True)), list[jax.Array]()
         for path in group.targets:
             for part in self._parts[path]:
                 old[part].delete()
@@ -178,22 +179,20 @@ class Sync(Tabled):
         return new
 
     def _quantizers(self) -> dict[str, jax.stages.Compiled]:
-        """The compiled program of each quantized variable."""
-        found: dict[Any, jax.stages.Compiled] = {}
-        paths: dict[str, Any] = {}
-        for path in (path for path in self._parts if path in self._conversions):
-            struct = _placed(self._read[path]).struct
-            program = self._conversions[path].program(struct.sharding, self._shardings)
-            key = paths[path] = program, struct.shape, struct.dtype
-            if key not in found:
-                found[key] = compile_lowered(program.lower(struct), "the program that quantizes variables")
-        return {path: found[key] for path, key in paths.items()}
+        """The compiled program of each quantized variable; equal ones share it."""
+        what = "the program that quantizes variables"
+        compiled = functools.cache(lambda program, struct: compile_lowered(program.lower(struct), what))
+        structs = {path: _placed(self._read[path]).struct for path in self._parts if path in self._conversions}
+        return {
+            path: compiled(self._conversions[path].program(struct.sharding, self._shardings), struct)
+            for path, struct in structs.items()
+        }
 
     def _spent(self, group: Group, quantizers: Mapping[str, jax.stages.Compiled]) -> int:
         """Bytes of a device while a group moves, in addition to both models."""
         memory = [quantizers[path].memory_analysis() for path in group.targets if path in quantizers]
         weights = sum(each.shard_nbytes for each in group.wanted) if memory else 0
-        return weights + max(group.nbytes, *(int(each.temp_size_in_bytes) for each in memory if each), 0)
+        return weights + max(group.program.nbytes, *(int(each.temp_size_in_bytes) for each in memory if each), 0)
 
     def _arrays(
         self, model: Any, wanted: Iterable[str], what: str
@@ -276,28 +275,20 @@ class Sync(Tabled):
             variable, route = self._read[path], self._routes[path]
             sources = [self._used[name] for name in names]
             before = dict.fromkeys(_text(source) for source in sources)
-            casts = [source.dtype.name for source in sources[:1] if source.dtype != variable.dtype]
-            how = ", ".join(
-                (
-                    *(f"cast from {name}" for name in casts),
-                    *([f"of {len(names)}"] if len(names) > 1 else []),
-                    *([f"quantized, {self._wanted[self._parts[path][0]].dtype}"] if path in self._conversions else []),
-                )
-            )
+            how = [f"cast from {source.dtype.name}" for source in sources[:1] if source.dtype != variable.dtype]
+            how += [f"of {len(names)}"] if len(names) > 1 else []
+            how += [f"quantized, {self._wanted[self._parts[path][0]].dtype}"] if path in self._conversions else []
             cells = shape_text(variable.shape), variable.dtype.name, ", ".join(before), _text(variable)
-            rows.append((path, *cells, route.sent_nbytes(), route.sent_nbytes(stays=True), how))
+            rows.append((path, *cells, route.sent_nbytes(), route.sent_nbytes(stays=True), ", ".join(how)))
         kept = [path for path in self._wanted if path not in written]
         lines = [
             f"{format_bytes(self.moved_nbytes)} move between devices, {format_bytes(self.kept_nbytes)} stay; values of "
             f"{format_bytes(self.computed_nbytes)} are computed",
             f"{plural(self.num_groups, 'group')}, {plural(len(self.compiled), 'program')}; most loaded device: "
             f"{format_bytes(self.peak_nbytes)} at the peak",
-            *(
-                [f"{plural(len(kept), 'variable')} of the sampler keep their values: {listed(map(repr, kept))}"]
-                if kept
-                else []
-            ),
         ]
+        if kept:
+            lines.append(f"{plural(len(kept), 'variable')} of the sampler keep their values: {listed(map(repr, kept))}")
         return Table(title, columns, rows, lines)
 
 

@@ -100,7 +100,9 @@ def grouped_moves(moves: Sequence[Move], sources: Mapping[str, Array], limit: in
         given = {name: sources[name] for move in members for name in move.names}
         places = {name: place for place, name in enumerate(given)}
         recipe = tuple((routes[move.path], tuple(places[name] for name in move.names)) for move in members)
-        groups.append(Group(recipe, given, {move.path: move.target for move in members}, reuse))
+        wanted = tuple(move.target for move in members)
+        program = _program(recipe, tuple(given.values()), wanted, reuse)
+        groups.append(Group(tuple(given), tuple(move.path for move in members), wanted, program))
 
     def buffered(move: Move) -> int:
         route, new = routes[move.path], 0 if reuse else move.target.shard_nbytes
@@ -122,37 +124,22 @@ def grouped_moves(moves: Sequence[Move], sources: Mapping[str, Array], limit: in
     return groups
 
 
+@dataclasses.dataclass(frozen=True)
 class Group:
-    """Variables that move together.
+    """Variables that move together."""
 
-    Attributes:
-        sources, targets: The paths of the arrays that it takes, and of those that it gives.
-        wanted: Descriptions of those that it gives.
-    """
-
-    def __init__(
-        self, recipe: _Recipe, sources: Mapping[str, Array], targets: Mapping[str, Array], reuse: bool
-    ) -> None:
-        self.sources, self.targets = tuple(sources), tuple(targets)
-        self.wanted = tuple(targets.values())
-        self.program = _program(recipe, tuple(sources.values()), tuple(targets.values()), reuse)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a device while it moves, in addition to its arguments and to results in memory of their own."""
-        return self.program.nbytes
-
-    def __call__(self, sources: Sequence[jax.Array], old: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        """The new arrays; `old` are donated, or empty."""
-        return self.program(sources, old)
+    sources: tuple[str, ...]  # the paths of the arrays that the program takes
+    targets: tuple[str, ...]  # of those that it gives
+    wanted: tuple[Array, ...]  # descriptions of these
+    program: _Program
 
 
 class _Program:
-    """Compiled programs of a group.
+    """Compiled programs of groups: from sources, and old targets, which are donated, or none, to new targets.
 
     Attributes:
         compiled: One program, or two.
-        nbytes: As for `Group`.
+        nbytes: Bytes of a device while it runs, in addition to its arguments and to results in memory of their own.
     """
 
     def __init__(self, recipe: _Recipe, sources: Sequence[Array], targets: Sequence[Array], reuse: bool) -> None:
