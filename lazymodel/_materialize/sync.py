@@ -64,7 +64,7 @@ class Sync(Tabled):
             sampler, or 1 MiB. A variable that takes more moves alone.
 
     Attributes:
-        moved_nbytes: Bytes that devices send to others in a call, all together.
+        moved_nbytes: Bytes that devices send to others in a call, all together, without those for scales.
         kept_nbytes: Bytes that stay on their device, from the trainer's values into the sampler's.
         computed_nbytes: Bytes of the sampler's variables, each counted once, that are cast or computed on the way.
         peak_nbytes: Most bytes that a device holds meanwhile: both models, and a group's buffers.

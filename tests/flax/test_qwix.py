@@ -152,6 +152,22 @@ def test_a_sampler_is_quantized_on_the_way(abstract: Any, loaded: Model, mesh8: 
         lm.Sync(trainer, sampler)
 
 
+def test_a_sampler_whose_quantization_fails(
+    abstract: Any, loaded: Model, mesh8: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantized = abstract.quantize("int8", inputs=(TOKENS,)).shard(mesh8, RULES)
+    trainer = lm.reshard(loaded, NamedSharding(mesh8, P()))
+    sync, sampler = lm.Sync(trainer, quantized, only="head/kernel"), quantized.materialize()
+    monkeypatch.setattr(jax, "block_until_ready", lambda _: 1 / 0)
+    with pytest.raises(lm.SyncError, match="head/kernel/array/qvalue.* are lost") as error:
+        sync(trainer, into=sampler)
+    monkeypatch.undo()
+    rest = error.value.sampler
+    assert not rest.head.kernel.array.qvalue.get_value().any()
+    head = quantized.materialize(trainer).head.kernel
+    assert_same(sync(trainer, into=rest).head.kernel.array, head.array)
+
+
 def test_initial_values_are_quantized(abstract: Any, mesh8: Mesh) -> None:
     quantized = abstract.shard(mesh8, RULES).quantize("int8", inputs=(jax.ShapeDtypeStruct((1, 4), "int32"),))
     stock = qwix.quantize_model(Model(nnx.Rngs(0)), qwix.PtqProvider(HOW["int8"][1]), TOKENS)
