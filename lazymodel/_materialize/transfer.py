@@ -298,7 +298,7 @@ class _Item:
 
 # Bytes of a piece from which it moves alone: packing and unpacking larger ones takes longer than one more transfer. To
 # other devices each transfer also takes some 30 µs of Python.
-_ALONE, _ALONE_ELSEWHERE = 64 << 10, 1 << 20
+_ALONE, _ALONE_ELSEWHERE = 64 << 10, 256 << 10
 
 
 @dataclasses.dataclass(frozen=True)
