@@ -56,7 +56,8 @@ HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
 needs_libtpu = pytest.mark.skipif(not HAS_LIBTPU, reason='needs libtpu: pip install "lazymodel[tpu]"')
 
 # Folder or file under tests/ → the modules that its tests import at the top.
-_NEEDS = {"keras": ("keras", "keras_hub"), "flax": ("flax",), "others": ("flax",), "others/test_tunix.py": ("tunix",)}
+_NEEDS = {"keras": ("keras", "keras_hub"), "flax": ("flax",), "others": ("flax",)}
+_NEEDS |= {f"others/{name}.py": ("tunix",) for name in ("test_tunix", "test_tunix_rl")}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -100,9 +100,12 @@ class Conversion:
     def compute(self, array: jax.Array, shardings: Mapping[str, Sharding]) -> dict[str, jax.Array]:
         """The variables, complete when this returns, so that few of the values exist at once."""
         array = automatic(array)
-        placed = tuple(shardings[path] for path in self.paths)
-        compiled = _conversion(self.function, array.sharding, placed)
-        return dict(zip(self.paths, jax.block_until_ready(compiled(array)), strict=True))
+        made = self.program(array.sharding, shardings)(array)
+        return dict(zip(self.paths, jax.block_until_ready(made), strict=True))
+
+    def program(self, given: Sharding, shardings: Mapping[str, Sharding]) -> Any:
+        """The jitted function of the value's array."""
+        return _conversion(self.function, given, tuple(shardings[path] for path in self.paths))
 
 
 @functools.lru_cache(256)  # a model has a few
@@ -232,6 +235,10 @@ class Framework:
     def lora_pairs(self, variables: Mapping[str, AbstractVariable]) -> list[LoraPair]:
         """The LoRA pairs among the model's variables."""
         return named_pairs({path: variable.shape for path, variable in variables.items()})
+
+    def unquantized(self, model: ModelSpec, given: Container[str]) -> ModelSpec:
+        """The model with weights in place of what is computed from them, as `as_read`, and with their `conversions`."""
+        return model.as_read(given)
 
     def quantize(self, model: Any, how: Any, filters: Any, inputs: Any) -> Any:
         """The quantized model; see `AbstractModel.quantize`."""

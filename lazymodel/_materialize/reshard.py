@@ -160,7 +160,7 @@ def reshard(
                     (path,) = group.sources
                     source = arrays[path]
                     counts.move(group, source, donate=donate)
-                    (moved[id(source)],) = stage.together(lambda: group([source], []))  # noqa: B023
+                    (moved[id(source)],) = stage.together(lambda: group.program([source], []))  # noqa: B023
                     if donate:
                         source.delete()
                     bar.advance(moved[id(source)].nbytes, path)
@@ -197,7 +197,7 @@ class _Counts:
     def move(self, group: Group, source: jax.Array, *, donate: bool) -> None:
         """Counts the bytes of an array that moves."""
         self._add(source, group.wanted[0].sharding, 1)
-        self.peak = max(self.peak, self.now() + group.nbytes)
+        self.peak = max(self.peak, self.now() + group.program.nbytes)
         if donate:
             self._add(source, source.sharding, -1)
 
@@ -322,7 +322,7 @@ def copied(moves: Iterable[tuple[Move, jax.Array]], stage: CollectiveScope) -> I
         stage.meet()
         for group in groups:
             (path,) = group.sources
-            (array,) = stage.together(lambda: group([arrays[path]], []))  # noqa: B023
+            (array,) = stage.together(lambda: group.program([arrays[path]], []))  # noqa: B023
             yield path, array
 
 

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
 import numpy as np
 
-from lazymodel._abstract.framework import ModelSpec
+from lazymodel._abstract.framework import Conversion, ModelSpec
 from lazymodel._abstract.variable import (
     AbstractVariable,
     adapters,
@@ -24,7 +25,7 @@ from lazymodel._abstract.variable import (
     stays_on_host,
 )
 from lazymodel._devices.collective import agreement
-from lazymodel._devices.hardware import require_live
+from lazymodel._devices.hardware import compile_lowered, require_live
 from lazymodel._errors import LazyModelError, SyncError
 from lazymodel._mapping.match import MappedCheckpoint
 from lazymodel._mapping.table import WeightMap, map_checkpoint
@@ -53,7 +54,8 @@ class Sync(Tabled):
     same in the same order, and all processes call it.
 
     Args:
-        trainer, sampler: Two models, each abstract with shardings, or live. A live one is only looked at.
+        trainer, sampler: Two models, each abstract with shardings, or live. A live one is only looked at. A sampler
+            that `quantize` made is abstract here; a quantized weight has the path that it had before.
         mapping: A `WeightMap` whose tensors are the trainer's variables; or a function of them, as for
             `map_checkpoint`. None for equal paths. It may have views, joins, casts and arithmetic with one number.
         only: The sampler's variables to move: a regular expression of whole paths, or a function of a path. For
@@ -62,7 +64,7 @@ class Sync(Tabled):
             sampler, or 1 MiB. A variable that takes more moves alone.
 
     Attributes:
-        moved_nbytes: Bytes that devices send to others in a call, all together.
+        moved_nbytes: Bytes that devices send to others in a call, all together, without those for scales.
         kept_nbytes: Bytes that stay on their device, from the trainer's values into the sampler's.
         computed_nbytes: Bytes of the sampler's variables, each counted once, that are cast or computed on the way.
         peak_nbytes: Most bytes that a device holds meanwhile: both models, and a group's buffers.
@@ -94,29 +96,44 @@ class Sync(Tabled):
         limit = parse_bytes(max_device_memory, name="max_device_memory", at_least=1)
         own, aliases = _variables(trainer, "trainer")
         self._wanted, _ = _variables(sampler, "sampler")
+        self._read, self._conversions = self._wanted, dict[str, Conversion]()
+        if isinstance(sampler, ModelSpec):
+            read = sampler.framework.unquantized(sampler, own if mapping is None else ())
+            self._read, _ = _variables(read, "sampler")
+            self._conversions = {each.variable.path: each for each in read.conversions if each.variable.path in read}
         placed = {path: _placed(variable) for path, variable in own.items()}
-        targets = {path: _placed(variable) for path, variable in self._wanted.items()}
-        chosen = _chosen(only, [path for path, variable in self._wanted.items() if not stays_on_host(variable)])
-        values = _values(own, aliases, self._wanted, mapping, chosen, complete=only is None)
+        targets = {path: _placed(variable) for path, variable in self._read.items()}
+        chosen = _chosen(only, [path for path, variable in self._read.items() if not stays_on_host(variable)])
+        values = _values(own, aliases, self._read, mapping, chosen, complete=only is None)
         moves = [_move(path, values[path], targets[path]) for path in chosen if path in values]
         if not moves:
             raise LazyModelError(
                 "no variable of the sampler gets a value from the trainer: check `only` and the mapping"
             )
         self._used = {name: own[name] for move in moves for name in move.names}
-        held = _held(placed, targets)
-        limit = min(limit, max(_held(targets) // _PART, _LEAST))
-        self._groups = grouped_moves(moves, placed, limit, reuse=True)
+        wanted = {path: _placed(variable) for path, variable in self._wanted.items()}
+        held = _held(placed, wanted)
+        limit = min(limit, max(_held(wanted) // _PART, _LEAST))
+        self._groups: list[Group] = []
+        for quantized in (False, True):
+            alike = [move for move in moves if (move.path in self._conversions) == quantized]
+            self._groups += grouped_moves(alike, placed, limit, reuse=not quantized)
+        self._parts = {move.path: (move.path,) for move in moves}
+        self._parts |= {path: each.paths for path, each in self._conversions.items() if path in self._parts}
+        self._shardings: dict[str, Any] = {path: variable.sharding for path, variable in self._wanted.items()}
         self._routes = routed(moves, placed)
         self._names = {move.path: move.names for move in moves}
         self._places: dict[str, Any] = {}
         self.moved_nbytes = sum(route.sent_nbytes() for route in self._routes.values())
         self.kept_nbytes = sum(route.sent_nbytes(stays=True) for route in self._routes.values())
-        self.computed_nbytes = sum(self._wanted[path].nbytes for path, each in self._routes.items() if each.computed)
-        self.peak_nbytes = held + max(group.nbytes for group in self._groups)
+        computed = (path for path, each in self._routes.items() if each.computed or path in self._conversions)
+        self.computed_nbytes = sum(self._wanted[part].nbytes for path in computed for part in self._parts[path])
         self.num_groups = len(self._groups)
         programs = {id(group.program): group.program for group in self._groups}
+        quantizers = self._quantizers()
         self.compiled = tuple(each for program in programs.values() for each in program.compiled)
+        self.compiled += tuple(dict.fromkeys(quantizers.values()))
+        self.peak_nbytes = held + max(self._spent(group, quantizers) for group in self._groups)
 
     def __call__(self, trainer: Any, *, into: Any) -> Any:
         """Moves a trainer's weights into a sampler.
@@ -133,24 +150,52 @@ class Sync(Tabled):
             SyncError: A group failed; `sampler` of the error is the sampler, some of whose variables are new.
         """
         given, _ = self._arrays(trainer, self._used, "trainer")
-        old, rebuild = self._arrays(into, self._names, "sampler")
+        old, rebuild = self._arrays(into, [part for parts in self._parts.values() for part in parts], "sampler")
         _check_apart(given, old)
         moved: dict[int, jax.Array] = {}
         terms = {"done": "moved", "given": "models differ", "hint": "Call the same Sync in all processes"}
         shardings = [array.sharding for array in given.values()] if jax.process_count() > 1 else []
         with agreement(shardings, **terms) as stage:
             for group in self._groups:
-                sources, targets = [given[path] for path in group.sources], [old[path] for path in group.targets]
+                sources = [given[path] for path in group.sources]
+                targets = {part: old[part] for path in group.targets for part in self._parts[path]}
                 stage.meet()
                 try:
-                    new = stage.together(lambda: group(sources, targets))  # noqa: B023
+                    new = stage.together(lambda: self._new(group, sources, targets))  # noqa: B023
                 except Exception as error:
-                    raise self._failure(error, group, old, moved, rebuild) from error
-                moved.update(zip(map(id, targets), new, strict=True))
+                    raise self._failure(error, targets, old, moved, rebuild) from error
+                moved.update(zip(map(id, targets.values()), new, strict=True))
         return rebuild(moved)
 
+    def _new(self, group: Group, sources: list[jax.Array], old: Mapping[str, jax.Array]) -> Sequence[jax.Array]:
+        """The new arrays of a group; weights of quantized variables move first, and are quantized in their place."""
+        if group.targets[0] not in self._conversions:
+            return group.program(sources, list(old.values()))
+        weights, new = dict(zip(group.targets, group.program(sources, []), strict=True)), list[jax.Array]()
+        for path in group.targets:
+            for part in self._parts[path]:
+                old[part].delete()
+            new += self._conversions[path].compute(weights.pop(path), self._shardings).values()
+        return new
+
+    def _quantizers(self) -> dict[str, jax.stages.Compiled]:
+        """The compiled program of each quantized variable; equal ones share it."""
+        what = "the program that quantizes variables"
+        compiled = functools.cache(lambda program, struct: compile_lowered(program.lower(struct), what))
+        structs = {path: _placed(self._read[path]).struct for path in self._parts if path in self._conversions}
+        return {
+            path: compiled(self._conversions[path].program(struct.sharding, self._shardings), struct)
+            for path, struct in structs.items()
+        }
+
+    def _spent(self, group: Group, quantizers: Mapping[str, jax.stages.Compiled]) -> int:
+        """Bytes of a device while a group moves, in addition to both models."""
+        memory = [quantizers[path].memory_analysis() for path in group.targets if path in quantizers]
+        weights = sum(each.shard_nbytes for each in group.wanted) if memory else 0
+        return weights + max(group.program.nbytes, *(int(each.temp_size_in_bytes) for each in memory if each), 0)
+
     def _arrays(
-        self, model: Any, wanted: Mapping[str, Any], what: str
+        self, model: Any, wanted: Iterable[str], what: str
     ) -> tuple[dict[str, jax.Array], Callable[[Mapping[int, Any]], Any]]:
         """The live arrays at these paths, checked; and the function that puts others into the model."""
         arrays, same, rebuild = self._live(model, wanted, what)
@@ -178,7 +223,7 @@ class Sync(Tabled):
             found[path] = array
         return found, rebuild
 
-    def _live(self, model: Any, wanted: Mapping[str, Any], what: str) -> Any:
+    def _live(self, model: Any, wanted: Iterable[str], what: str) -> Any:
         """As `live_arrays`; quick for a module that was given before, which is changed in place."""
         known, places = self._places.get(what, (None, None))
         if known is None or known() is not model or not places.valid():
@@ -198,9 +243,11 @@ class Sync(Tabled):
 
         return arrays, dict(zip(arrays, arrays, strict=True)), rebuild
 
-    def _failure(self, error: Exception, group: Group, old: Any, moved: dict[int, Any], rebuild: Any) -> Exception:
+    def _failure(
+        self, error: Exception, targets: Iterable[str], old: Any, moved: dict[int, Any], rebuild: Any
+    ) -> Exception:
         """The error for a group that failed; its donated values are lost, so zeros replace them."""
-        lost = [path for path in group.targets if old[path].is_deleted()]
+        lost = [path for path in targets if old[path].is_deleted()]
         if not moved and not lost:
             return SyncError(f"nothing was moved, the sampler is as it was: {error}", None)
         for path in lost:
@@ -216,7 +263,8 @@ class Sync(Tabled):
 
     def table(self) -> Table:
         """A row for each variable that gets a value."""
-        nbytes = sum(self._wanted[path].nbytes for path in self._names)
+        written = {part: path for path, parts in self._parts.items() for part in parts}
+        nbytes = sum(self._wanted[part].nbytes for part in written)
         title = f"sync: {plural(len(self._names), 'variable')}, {format_bytes(nbytes)}"
         columns = (
             *(Column.names("variable"), Column("shape"), Column("dtype"), Column("trainer"), Column("sampler")),
@@ -224,27 +272,23 @@ class Sync(Tabled):
         )
         rows: list[Any] = []
         for path, names in self._names.items():
-            variable, route = self._wanted[path], self._routes[path]
+            variable, route = self._read[path], self._routes[path]
             sources = [self._used[name] for name in names]
             before = dict.fromkeys(_text(source) for source in sources)
-            casts = [source.dtype.name for source in sources[:1] if source.dtype != variable.dtype]
-            how = ", ".join(
-                (*(f"cast from {name}" for name in casts), *([f"of {len(names)}"] if len(names) > 1 else []))
-            )
+            how = [f"cast from {source.dtype.name}" for source in sources[:1] if source.dtype != variable.dtype]
+            how += [f"of {len(names)}"] if len(names) > 1 else []
+            how += [f"quantized, {self._wanted[self._parts[path][0]].dtype}"] if path in self._conversions else []
             cells = shape_text(variable.shape), variable.dtype.name, ", ".join(before), _text(variable)
-            rows.append((path, *cells, route.sent_nbytes(), route.sent_nbytes(stays=True), how))
-        kept = [path for path in self._wanted if path not in self._names]
+            rows.append((path, *cells, route.sent_nbytes(), route.sent_nbytes(stays=True), ", ".join(how)))
+        kept = [path for path in self._wanted if path not in written]
         lines = [
             f"{format_bytes(self.moved_nbytes)} move between devices, {format_bytes(self.kept_nbytes)} stay; values of "
             f"{format_bytes(self.computed_nbytes)} are computed",
             f"{plural(self.num_groups, 'group')}, {plural(len(self.compiled), 'program')}; most loaded device: "
             f"{format_bytes(self.peak_nbytes)} at the peak",
-            *(
-                [f"{plural(len(kept), 'variable')} of the sampler keep their values: {listed(map(repr, kept))}"]
-                if kept
-                else []
-            ),
         ]
+        if kept:
+            lines.append(f"{plural(len(kept), 'variable')} of the sampler keep their values: {listed(map(repr, kept))}")
         return Table(title, columns, rows, lines)
 
 
@@ -297,7 +341,8 @@ def _values(
         if absent := [path for path in chosen if path not in tensors]:
             raise LazyModelError(
                 f"the trainer has no variable {absent[0]!r} ({len(absent)} of the sampler's {len(wanted)} are missing)"
-                f"{closest(absent[0], tensors)}. Pass a mapping, or `only` for the variables that it has"
+                f"{closest(absent[0], tensors)}. Pass a mapping, or `only` for the variables that it has; if the "
+                "sampler is quantized, pass the abstract model that `quantize` made"
             )
         return tensors
     if not isinstance(mapping, WeightMap):
@@ -332,8 +377,8 @@ def _move(path: str, tensor: LazyTensor, target: Array) -> Move:
         )
     if refusal(path, tensor, dtype, ""):
         raise LazyModelError(
-            f"{path!r}: expected {dtype.name}, found {tensor.dtype.name} in the trainer: a cast would lose values. A "
-            "quantized sampler cannot be written: sync into one of floats, and quantize that"
+            f"{path!r}: expected {dtype.name}, found {tensor.dtype.name} in the trainer: a cast would lose values. If "
+            "the sampler is quantized, pass the abstract model that `quantize` made, which knows how"
         )
     return Move(path, target, *copies_of(path, tensor.astype(dtype), shape))
 

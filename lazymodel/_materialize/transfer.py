@@ -89,7 +89,8 @@ def routed(moves: Iterable[Move], sources: Mapping[str, Array]) -> dict[str, Rou
 
 
 def grouped_moves(moves: Sequence[Move], sources: Mapping[str, Array], limit: int, *, reuse: bool) -> list[Group]:
-    """The groups in which variables move, each with at most `limit` bytes of a device in buffers if possible.
+    """The groups in which variables move, each with at most `limit` bytes of a device in buffers, and in results if old
+    ones are not reused, if possible.
 
     With `reuse`, the old values of the targets are given and overwritten, and programs are for many calls: there are
     few, and the groups of variables of one kind are divided evenly, so that they share a program. Without, programs are
@@ -101,11 +102,13 @@ def grouped_moves(moves: Sequence[Move], sources: Mapping[str, Array], limit: in
         given = {name: sources[name] for move in members for name in move.names}
         places = {name: place for place, name in enumerate(given)}
         recipe = tuple((routes[move.path], tuple(places[name] for name in move.names)) for move in members)
-        groups.append(Group(recipe, given, {move.path: move.target for move in members}, reuse))
+        wanted = tuple(move.target for move in members)
+        program = _program(recipe, tuple(given.values()), wanted, reuse)
+        groups.append(Group(tuple(given), tuple(move.path for move in members), wanted, program))
 
     def buffered(move: Move) -> int:
-        route = routes[move.path]
-        return max(2 * sum(map(route.round_nbytes, route.rounds)), 1)
+        route, new = routes[move.path], 0 if reuse else move.target.shard_nbytes
+        return max(2 * sum(map(route.round_nbytes, route.rounds)) + new, 1)
 
     for alike in grouped_by(moves, lambda move: (routes[move.path].order, device_order(move.target.sharding))).values():
         few: dict[str, int] = {}
@@ -123,37 +126,22 @@ def grouped_moves(moves: Sequence[Move], sources: Mapping[str, Array], limit: in
     return groups
 
 
+@dataclasses.dataclass(frozen=True)
 class Group:
-    """Variables that move together.
+    """Variables that move together."""
 
-    Attributes:
-        sources, targets: The paths of the arrays that it takes, and of those that it gives.
-        wanted: Descriptions of those that it gives.
-    """
-
-    def __init__(
-        self, recipe: _Recipe, sources: Mapping[str, Array], targets: Mapping[str, Array], reuse: bool
-    ) -> None:
-        self.sources, self.targets = tuple(sources), tuple(targets)
-        self.wanted = tuple(targets.values())
-        self.program = _program(recipe, tuple(sources.values()), tuple(targets.values()), reuse)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a device while it moves, in addition to its arguments and to results in memory of their own."""
-        return self.program.nbytes
-
-    def __call__(self, sources: Sequence[jax.Array], old: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        """The new arrays; `old` are donated, or empty."""
-        return self.program(sources, old)
+    sources: tuple[str, ...]  # the paths of the arrays that the program takes
+    targets: tuple[str, ...]  # of those that it gives
+    wanted: tuple[Array, ...]  # descriptions of these
+    program: _Program
 
 
 class _Program:
-    """Compiled programs of a group.
+    """Compiled programs of groups: from sources, and old targets, which are donated, or none, to new targets.
 
     Attributes:
         compiled: One program, or two.
-        nbytes: As for `Group`.
+        nbytes: Bytes of a device while it runs, in addition to its arguments and to results in memory of their own.
     """
 
     def __init__(self, recipe: _Recipe, sources: Sequence[Array], targets: Sequence[Array], reuse: bool) -> None:
@@ -186,11 +174,21 @@ class _Program:
                 functools.partial(parts.cut, cut), out_shardings=NamedSharding(cut, PartitionSpec(cut.axis_names))
             )
             programs = [_compiled(function, structs[0])]
-            self._moving = [(self._senders(each.pairs), buffer) for each in parts.exchanges for buffer in each.buffers]
+            moving = [(each.pairs, buffer) for each in parts.exchanges for buffer in each.buffers]
+            sent = [(n, *pair) for n, (pairs, _) in enumerate(moving) for pair in pairs]
+            self._sent = [(n, sender) for n, sender, _ in sent]
+            self._receivers = [self._there[receiver] for _, _, receiver in sent]
+            self._buffers = [buffer for _, buffer in moving]
+            places = {(n, receiver): place for place, (n, _, receiver) in enumerate(sent)}
+            # For a device that gets nothing, anything of this form that it gets: it is not used.
+            others = {(self._buffers[n].form, receiver): place for (n, receiver), place in places.items()}
+            self._shards = [
+                [places.get((n, receiver), others.get((buffer.form, receiver))) for receiver in range(len(self._there))]
+                for n, buffer in enumerate(self._buffers)
+            ]
             count = len(self._there)
             buffers = [
-                jax.ShapeDtypeStruct(buffer.over(count), buffer.dtype, sharding=self._flat)
-                for _, buffer in self._moving
+                jax.ShapeDtypeStruct(buffer.over(count), buffer.dtype, sharding=self._flat) for buffer in self._buffers
             ]
             function = jax.jit(functools.partial(parts.join, join), out_shardings=wanted, **cast(Any, donated))
             programs.append(_compiled(function, buffers, structs[1]))
@@ -200,7 +198,7 @@ class _Program:
             memory = compiled.memory_analysis()
             extra += int(memory.temp_size_in_bytes) if memory else 0
         if both is None:
-            extra += 2 * sum(buffer.nbytes for _, buffer in self._moving)
+            extra += 2 * sum(buffer.nbytes for buffer in self._buffers)
         self.nbytes = extra
 
     def __call__(self, sources: Sequence[jax.Array], old: Sequence[jax.Array]) -> Sequence[jax.Array]:
@@ -215,25 +213,21 @@ class _Program:
         if len(self.compiled) == 1:
             return self._calls[0](sources, old)
         cut = self._calls[0](sources)
-        shards: list[Any] = []
-        for array, (senders, buffer) in zip(cut, self._moving, strict=True):
-            for sender in senders:
-                none = sender is None
-                shards.append(np.zeros(buffer.shape, buffer.dtype) if none else array.addressable_data(sender))
+        moved = jax.device_put([cut[n].addressable_data(sender) for n, sender in self._sent], self._receivers)
         del cut
-        count = len(self._there)
-        moved = jax.device_put(shards, list(self._there) * len(self._moving))
         buffers = [
-            jax.make_array_from_single_device_arrays(buffer.over(count), self._flat, moved[n * count : (n + 1) * count])
-            for n, (_, buffer) in enumerate(self._moving)
+            jax.make_array_from_single_device_arrays(
+                buffer.over(len(self._there)),
+                self._flat,
+                [
+                    jnp.zeros(buffer.shape, buffer.dtype, device=device) if place is None else moved[place]
+                    for place, device in zip(places, self._there, strict=True)
+                ],
+            )
+            for buffer, places in zip(self._buffers, self._shards, strict=True)
         ]
-        del shards, moved
+        del moved
         return self._calls[1](buffers, old)
-
-    def _senders(self, pairs: Sequence[tuple[int, int]]) -> list[int | None]:
-        """The position of the device that sends to each one."""
-        senders = {receiver: sender for sender, receiver in pairs}
-        return [senders.get(position) for position in range(len(self._there))]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -304,8 +298,9 @@ class _Item:
         return lax.dynamic_update_slice(local.reshape(whole), piece, starts).reshape(local.shape)
 
 
-# Bytes of a piece from which it moves alone: packing and unpacking larger ones takes longer than one more transfer.
-_ALONE = 64 << 10
+# Bytes of a piece from which it moves alone: packing and unpacking larger ones takes longer than one more transfer. To
+# other devices each transfer also takes some 30 µs of Python.
+_ALONE, _ALONE_ELSEWHERE = 64 << 10, 256 << 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,6 +322,11 @@ class _Buffer:
         return (count * self.shape[0], *self.shape[1:])
 
     @property
+    def form(self) -> Hashable:
+        """Equal for buffers that may take each other's place."""
+        return self.shape, self.dtype
+
+    @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
@@ -339,6 +339,7 @@ class _Exchange:
     stays: bool
     items: tuple[_Item, ...]
     valid: _Start | None  # 1 on devices that get something; None if all do
+    alone: int  # bytes of a piece from which it moves alone
 
     @functools.cached_property
     def buffers(self) -> tuple[_Buffer, ...]:
@@ -346,7 +347,7 @@ class _Exchange:
         together: dict[Hashable, list[int]] = {}
         for number, item in enumerate(self.items):
             if item.source is not None:
-                alone = math.prod(item.shape) * item.dtype.itemsize >= _ALONE
+                alone = math.prod(item.shape) * item.dtype.itemsize >= self.alone
                 together.setdefault(number if alone else _wire(item.dtype).name, []).append(number)
         return tuple(_Buffer.of(numbers, [self.items[number] for number in numbers]) for numbers in together.values())
 
@@ -381,7 +382,8 @@ class _Parts:
 
     def __init__(self, recipe: _Recipe, sources: Sequence[Array], targets: Sequence[Array]) -> None:
         self._sources, self._targets = sources, targets
-        here, there = len(recipe[0][0].order), len(device_order(targets[0].sharding))
+        order, order_there = recipe[0][0].order, device_order(targets[0].sharding)
+        here, there, alone = len(order), len(order_there), _ALONE if order == order_there else _ALONE_ELSEWHERE
         # Column → number of the column, by sender and by receiver.
         self._tables: tuple[dict[tuple[int, ...], int], dict[tuple[int, ...], int]] = ({}, {})
         together: dict[Any, list[tuple[int, Route, tuple[int, ...], Round]]] = collections.defaultdict(list)
@@ -403,7 +405,7 @@ class _Parts:
                     items.append(_Item(number, source, copy, slot, after, dtype, begin, end))
             some = np.bincount(receivers, minlength=there)
             valid = self._start(1, range(there), some.tolist(), there) if len(pairs) < there else None
-            self.exchanges.append(_Exchange(pairs, stays, tuple(items), valid))
+            self.exchanges.append(_Exchange(pairs, stays, tuple(items), valid, alone))
 
     def _start(self, side: int, positions: Sequence[int], values: Sequence[int], count: int) -> _Start:
         """Numbers for devices: the number if all are equal, otherwise a column of a table."""

@@ -353,7 +353,7 @@ class ComputedTensor(CompositeSource):
         self.pieces, self.reads_pieces = (source,), not output.small
         self.name, self.file, self.offset = source.name, source.file, source.offset
         self.shape = tuple(-(-extent // ratio) for extent, ratio in zip(source.shape, output.ratios, strict=True))
-        self.dtype, self.computation, self._index, self._output = output.dtype, computation, index, output
+        self.dtype, self.computation, self._index, self.output = output.dtype, computation, index, output
 
     @property
     def min_scratch_nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -361,15 +361,15 @@ class ComputedTensor(CompositeSource):
 
     def parts(self, boxes: Sequence[Box], outs: Sequence[np.ndarray], steps: Steps) -> list[Part]:
         parts: list[Part] = []
-        for chunk in self.computation.chunks(self._output, boxes):
-            targets = clip(zip(boxes, outs, strict=True), coarse(chunk, self._output.ratios))
+        for chunk in self.computation.chunks(self.output, boxes):
+            targets = clip(zip(boxes, outs, strict=True), coarse(chunk, self.output.ratios))
             run = functools.partial(self.computation.compute, chunk, self._index, targets, steps)
             parts.append(Part(sum(out.nbytes for _, out in targets), run))
         return parts
 
     def reads(self, boxes: Sequence[Box]) -> Iterator[tuple[View, list[Box]]]:
         if self.reads_pieces:
-            yield self.computation.source, self.computation.chunks(self._output, boxes)
+            yield self.computation.source, self.computation.chunks(self.output, boxes)
 
     def release(self) -> None:
         self.computation.release(self._index)

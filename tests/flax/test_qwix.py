@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 from lazymodel_flax import adapter
+from tests.compile_events import compile_events
 from tests.core.trace._eager import same_bytes
 from tests.small import make_small
 
@@ -131,6 +132,40 @@ def test_equals_quantizing_the_loaded_model(
         params = {"kernel": loaded.layers[0].up.kernel.get_value()}
         stored = qwix.quantize_params(params, {"kernel": stock.layers[0].up.kernel})["kernel"].array
         assert same_bytes(whole.layers[0].up.kernel.array.qvalue.get_value(), stored.qvalue)
+
+
+@pytest.mark.parametrize("name", HOW)
+def test_a_sampler_is_quantized_on_the_way(abstract: Any, loaded: Model, mesh8: Mesh, name: str) -> None:
+    here, there = (Mesh(half, ("model",)) for half in np.split(mesh8.devices.ravel(), 2))
+    trainer = lm.reshard(loaded, NamedSharding(here, P()))
+    quantized = abstract.quantize(HOW[name][0](), inputs=(TOKENS,)).shard(there, RULES)
+    sync = lm.Sync(trainer, quantized, max_device_memory="2KiB")
+    assert sync.num_groups > 3 and "quantized" in str(sync)
+    sampler = sync(trainer, into=quantized.materialize())
+    with compile_events() as events:
+        sampler = sync(trainer, into=sampler)
+    assert not events
+    assert_same(sampler, quantized.materialize(trainer))
+    as_it_is = lm.Sync(quantized, quantized)
+    assert as_it_is.computed_nbytes == 0
+    with pytest.raises(lm.LazyModelError, match="abstract model that `quantize` made"):
+        lm.Sync(trainer, sampler)
+
+
+def test_a_sampler_whose_quantization_fails(
+    abstract: Any, loaded: Model, mesh8: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantized = abstract.quantize("int8", inputs=(TOKENS,)).shard(mesh8, RULES)
+    trainer = lm.reshard(loaded, NamedSharding(mesh8, P()))
+    sync, sampler = lm.Sync(trainer, quantized, only="head/kernel"), quantized.materialize()
+    monkeypatch.setattr(jax, "block_until_ready", lambda _: 1 / 0)
+    with pytest.raises(lm.SyncError, match="head/kernel/array/qvalue.* are lost") as error:
+        sync(trainer, into=sampler)
+    monkeypatch.undo()
+    rest = error.value.sampler
+    assert not rest.head.kernel.array.qvalue.get_value().any()
+    head = quantized.materialize(trainer).head.kernel
+    assert_same(sync(trainer, into=rest).head.kernel.array, head.array)
 
 
 def test_initial_values_are_quantized(abstract: Any, mesh8: Mesh) -> None:

@@ -20,7 +20,7 @@ import math
 import os
 import time
 from collections import ChainMap
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -41,6 +41,7 @@ from lazymodel._abstract.variable import (
     unique_paths,
 )
 from lazymodel._errors import ShardingError, warn
+from lazymodel._mapping.match import lazy_values
 from lazymodel._programs.programs import InitRecipe
 from lazymodel._sharding.follow import follow, follow_weights
 from lazymodel._sharding.shard import check_spec
@@ -48,7 +49,15 @@ from lazymodel._show.progress import Span
 from lazymodel._show.text import first_of, format_bytes, listed
 from lazymodel_keras import _upstream
 from lazymodel_keras._model.compiled import check, first_batch, holding, inputs_of, lower
-from lazymodel_keras._model.layers import Filters, add_lora, check_lora, check_quantization, lora_pairs, quantize
+from lazymodel_keras._model.layers import (
+    Filters,
+    add_lora,
+    check_lora,
+    check_quantization,
+    conversions,
+    lora_pairs,
+    quantize,
+)
 from lazymodel_keras._record.initializers import LARGE, GivenValue
 from lazymodel_keras._record.recording import RecordedVariable, Recording, record, session
 
@@ -168,6 +177,7 @@ class KerasModel(Framework):
         filled: True once an object was taken to be filled.
         functions: The functions that the object has created for compiling, and their shardings by path.
         distribution: The `keras.distribution` that was active when it was built.
+        before: The model before it was quantized, and what it got then; None if it was not.
     """
 
     spec: ModelSpec  # the abstract model, as it was created from this
@@ -181,6 +191,7 @@ class KerasModel(Framework):
         self.variables: Variables = _collect(recording, result, only_own=only_own)
         self.distribution = keras.distribution.distribution()
         self.functions: dict[str, dict[str, Any]] = {}
+        self.before: tuple[ModelSpec, frozenset[str]] | None = None
         self.filled = self._taken = False
 
     def unfilled(self) -> KerasModel:
@@ -310,7 +321,19 @@ class KerasModel(Framework):
 
     def quantize(self, model: Any, how: Any, filters: Filters, inputs: Any) -> AbstractModel[Any]:
         check_quantization(how, inputs)
-        return self._changed(model, "quantize", lambda built: quantize(built, how, filters))
+        changed = self._changed(model, "quantize", lambda built: quantize(built, how, filters))
+        changed.framework.before = model, frozenset(changed) - frozenset(model)
+        return changed
+
+    def unquantized(self, model: ModelSpec, given: Container[str]) -> ModelSpec:
+        if self.before is None:
+            return model
+        before, added = self.before
+        found = conversions(model, lazy_values(before))
+        left = tuple(each for each in found if not all(path in given for path in each.paths))
+        read = dataclasses.replace(model, conversions=left).as_read()
+        # Not computed from weights: the places of groups, and the histories of float8.
+        return read.with_variables({path: v for path, v in read.items() if path in given or path not in added})
 
     def lora(self, model: Any, rank: Any, targets: str | None, inputs: Any) -> AbstractModel[Any]:
         check_lora(rank, targets, inputs)
@@ -353,7 +376,7 @@ class KerasModel(Framework):
         with contextlib.nullcontext() if _upstream.active() is recording else session(recording):
             change(result)
         changed = KerasModel(build and rebuild, recording, result, only_own=self.only_own)
-        changed.distribution = self.distribution
+        changed.distribution, changed.before = self.distribution, self.before
         return changed
 
 

@@ -6,20 +6,25 @@ return views of them.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import math
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 
 from lazymodel import AbstractVariable, LazyModelError, LazyTensor
-from lazymodel._abstract.framework import Framework, ModelSpec
+from lazymodel._abstract.framework import Conversion, Framework, ModelSpec
 from lazymodel._abstract.pairs import RANK, LoraPair
 from lazymodel._mapping.match import lazy_values
 from lazymodel._programs.programs import InitRecipe
+from lazymodel._sharding.follow import along
 from lazymodel._show.text import closest
 from lazymodel._tensors.decoded import Computation, ComputedTensor, Output
 from lazymodel._trace.errors import on_host
@@ -193,6 +198,103 @@ def quantize(model: Any, how: Any, filters: Filters = None) -> None:
 
 # Keras' quantization functions ---------------------------------------------------------------------------------------
 
+_PARTS = tuple(map(operator.itemgetter, range(3)))  # numbers, scales, zero points
+
+
+@dataclasses.dataclass(frozen=True)
+class _Quantizer:
+    """A quantization function of Keras with its arguments: called for chunks on the host, traced for devices."""
+
+    original: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+    def __call__(self, values: np.ndarray) -> tuple[np.ndarray, ...]:
+        return _on_host(self.original, values, *self.arguments)
+
+    def traced(self, values: jax.Array) -> tuple[jax.Array, ...]:
+        """The same numbers as Keras makes with NumPy, which computes with bfloat16 in float32, but for differences."""
+        over, (low, high), dtype, epsilon, *_ = self.arguments
+        own, wide = values.dtype, values.astype(jnp.promote_types(values.dtype, jnp.float32))
+        if self.original.__name__ == "abs_max_quantize":
+            scale = high / (jnp.max(jnp.abs(wide), over, keepdims=True) + epsilon)
+            return jnp.clip(jnp.round(wide * scale), low, high).astype(dtype), scale.astype(own)
+        groups = -(-len(wide) // over)
+        wide = jnp.pad(wide, ((0, groups * over - len(wide)), (0, 0))).reshape(groups, over, -1)
+        least, most = wide.min(1, keepdims=True), wide.max(1, keepdims=True)
+        span = jax.lax.reduce_precision(most - least, jnp.finfo(own).nexp, jnp.finfo(own).nmant)
+        # XLA would multiply with the inverse of a constant, which is rounded differently.
+        scale = (span + epsilon) / jnp.where(span >= 0, jnp.asarray(high - low, wide.dtype), jnp.nan)
+        zero = jnp.clip(jnp.round(-least / scale) + low, low, high)
+        numbers = jnp.clip(jnp.round(wide / scale) + zero, low, high).astype(dtype)
+        numbers = numbers.reshape(-1, values.shape[1])[: len(values)]
+        return numbers, scale[:, 0].astype(own), zero[:, 0].astype("int8")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Packed:
+    """Packs pairs of numbers along an axis, as Keras does."""
+
+    original: Callable[..., Any]
+    axis: int
+    dtype: str
+
+    def __call__(self, found: tuple[Any, ...]) -> Any:
+        numbers = found[0]
+        if isinstance(numbers, np.ndarray):
+            return _on_host(lambda values: self.original(values, self.axis, self.dtype)[:1], numbers)[0]
+        ends = [(0, extent % 2 if axis == self.axis else 0) for axis, extent in enumerate(numbers.shape)]
+        low, high = (jax.lax.slice_in_dim(jnp.pad(numbers, ends), n, None, 2, self.axis) for n in range(2))
+        return ((high << 4) | (low & 15)).astype(self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Requantized:
+    """Makes the variables of a quantized layer from a weight on devices; equal ones are one program."""
+
+    quantizer: _Quantizer
+    shape: tuple[int, ...]  # of the matrix that is quantized
+    transposed: bool  # True if it is the weight transposed, not only reshaped
+    parts: tuple[tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...], Any], ...]  # output, shape, order, dtype
+
+    def __call__(self, weight: jax.Array) -> list[jax.Array]:
+        found = self.quantizer.traced(weight.T if self.transposed else weight.reshape(self.shape))
+        return [
+            of(found).reshape([shape[axis] for axis in order]).transpose(np.argsort(order)).astype(dtype)
+            for of, shape, order, dtype in self.parts
+        ]
+
+
+def conversions(model: ModelSpec, weights: Mapping[str, Any]) -> list[Conversion]:
+    """How the variables of a quantized model are computed from weights, path → its value before, as far as known."""
+    together: dict[Computation, list[str]] = {}
+    for path, value in model.sources.items():
+        source = value.source if isinstance(value, LazyTensor) else None
+        if isinstance(source, ComputedTensor) and isinstance(source.computation.function, _Quantizer):
+            together.setdefault(source.computation, []).append(path)
+    found: list[Conversion] = []
+    for computation, paths in together.items():
+        path = next((path for path in paths if path in weights), None)
+        if path is None:
+            continue
+        weight, given = weights[path], computation.source
+        transposed = weight.ndim == 2 and weight.T.geometry() == given.geometry()
+        parts: list[Any] = []
+        for part in paths:
+            view: Any = model.sources[part]
+            parts.append((view.source.output.of, view.shape, tuple(view.file_order()), model[part].dtype))
+        function = _Requantized(cast(_Quantizer, computation.function), given.shape, transposed, tuple(parts))
+        # Columns of a packed matrix belong to the first axis of the weight after those of its rows.
+        rows = [n for n in range(1, weight.ndim) if math.prod(weight.shape[:n]) == given.shape[0]]
+        dims: list[int | None] = [None] * weight.ndim
+        if weight.ndim == len(model[path].shape):
+            dims = [*range(weight.ndim)]
+        elif rows:
+            dims[0], dims[rows[0]] = 0, 1
+        sharding = along(model[path].sharding, dims, weight.shape)
+        described = dataclasses.replace(model[path], shape=weight.shape, dtype=weight.dtype, sharding=sharding)
+        found.append(Conversion(described, tuple(paths), function))
+    return found
+
 
 def _chunked(outputs: Callable[..., tuple[tuple[int, ...], list[Output]]]) -> Callable[..., Any]:
     """A replacement for a quantization function of Keras: for a lazy tensor, its results are computed in chunks.
@@ -204,12 +306,13 @@ def _chunked(outputs: Callable[..., tuple[tuple[int, ...], list[Output]]]) -> Ca
     def quantizer(_: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(original).bind(*args, **kwargs)
         bound.apply_defaults()
-        inputs, over, *rest = bound.args
+        inputs, *rest = bound.args
         tensor = held_lazily(inputs)
         if tensor is None or not bound.arguments["to_numpy"]:
             return original(*args, **kwargs)
-        steps, results = outputs(tensor, over, bound.arguments["dtype"])
-        computation = Computation(tensor, lambda values: _on_host(original, values, over, *rest), steps)
+        steps, results = outputs(tensor, rest[0], bound.arguments["dtype"])
+        rest = [tuple(each) if isinstance(each, list) else each for each in rest]
+        computation = Computation(tensor, _Quantizer(original, tuple(rest)), steps)
         return tuple(map(computation.output, results))
 
     return quantizer
@@ -218,15 +321,15 @@ def _chunked(outputs: Callable[..., tuple[tuple[int, ...], list[Output]]]) -> Ca
 def _over_axes(tensor: LazyTensor, axis: Any, dtype: str) -> tuple[tuple[int, ...], list[Output]]:
     axes = {index % tensor.ndim for index in ((axis,) if isinstance(axis, int) else axis)}
     reduced = tuple(extent if index in axes else 1 for index, extent in enumerate(tensor.shape))
-    values = Output(jax.numpy.dtype(dtype), (1,) * tensor.ndim, lambda found: found[0])
-    return reduced, [values, Output(tensor.dtype, reduced, lambda found: found[1], small=True)]
+    values = Output(jax.numpy.dtype(dtype), (1,) * tensor.ndim, _PARTS[0])
+    return reduced, [values, Output(tensor.dtype, reduced, _PARTS[1], small=True)]
 
 
 def _over_groups(tensor: LazyTensor, block_size: int, dtype: str) -> tuple[tuple[int, ...], list[Output]]:
     groups = (block_size, 1)
-    values = Output(jax.numpy.dtype(dtype), (1, 1), lambda found: found[0])
-    scales = Output(tensor.dtype, groups, lambda found: found[1], small=True)
-    return groups, [values, scales, Output(jax.numpy.dtype("int8"), groups, lambda found: found[2], small=True)]
+    values = Output(jax.numpy.dtype(dtype), (1, 1), _PARTS[0])
+    scales = Output(tensor.dtype, groups, _PARTS[1], small=True)
+    return groups, [values, scales, Output(jax.numpy.dtype("int8"), groups, _PARTS[2], small=True)]
 
 
 def _pack_int4(_: Any, original: Any, arr: Any, axis: int = 0, dtype: Any = "int8") -> Any:
@@ -234,13 +337,10 @@ def _pack_int4(_: Any, original: Any, arr: Any, axis: int = 0, dtype: Any = "int
     order = None if tensor is None else _order(tensor)
     if tensor is None or order is None or not isinstance(tensor.source, ComputedTensor):
         return original(arr, axis, dtype)
-    along = order[axis % tensor.ndim]
-
-    def pack(found: tuple[np.ndarray, ...]) -> np.ndarray:
-        return _on_host(lambda values: original(values, along, dtype)[:1], found[0])[0]
-
-    ratios = tuple(2 if index == along else 1 for index in range(tensor.ndim))
-    packed = np.transpose(tensor.source.computation.output(Output(jax.numpy.dtype(dtype), ratios, pack)), order)
+    packed_axis = order[axis % tensor.ndim]
+    ratios = tuple(2 if index == packed_axis else 1 for index in range(tensor.ndim))
+    output = Output(jax.numpy.dtype(dtype), ratios, _Packed(original, packed_axis, dtype))
+    packed = np.transpose(tensor.source.computation.output(output), order)
     return packed, packed.shape, tensor.shape[axis]
 
 

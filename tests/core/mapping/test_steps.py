@@ -79,6 +79,12 @@ CASES: dict[str, tuple[dict[str, From], dict[str, np.ndarray], P, int]] = {
         P(None, "model"),
         1,
     ),
+    "query, key and value by head": (
+        {"qkv": From("qkv").rearrange("(heads parts dim) model -> parts model heads dim", heads=8, parts=3)},
+        {"qkv": TENSORS["qkv"].reshape(8, 3, DIM, MODEL).transpose(1, 3, 0, 2)},
+        P(None, None, "model"),
+        1,
+    ),
     "query, key and value by group": (
         {
             "q": GROUPS.part(0, of=(4, 1, 1), axis=2).rearrange("model groups q dim -> model (groups q) dim", q=4),
@@ -101,6 +107,19 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("steps") / "model.safetensors"
     save_file(TENSORS, path)
     return path
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_sampler_gets_the_same_from_a_trainer(mesh8: jax.sharding.Mesh, case: str) -> None:
+    entries, expected, spec, _ = CASES[case]
+    used = {name for source in entries.values() for name in source.names}
+    trainer = jax.device_put(
+        {name: TENSORS[name] for name in used}, jax.sharding.NamedSharding(mesh8, P(None, "model"))
+    )
+    sampler = model_of({path: each.shape for path, each in expected.items()}).shard(mesh8, {".*": spec})
+    found = lm.Sync(trainer, sampler, WeightMap(entries))(trainer, into=sampler.materialize())
+    for path, values in expected.items():
+        np.testing.assert_array_equal(found[path], values)
 
 
 def model_of(shapes: dict[str, tuple[int, ...]]) -> lm.AbstractModel:

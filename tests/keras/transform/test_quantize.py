@@ -276,6 +276,39 @@ def test_errors(tmp_path: Path, preset: Path) -> None:
     assert_same(Backbone.from_preset(str(preset)), abstract.materialize(), outputs=False)
 
 
+def layers(dtype: str) -> keras.Model:
+    tokens = keras.Input((5,), dtype="int32")
+    x = keras.layers.Embedding(50, 64, dtype=dtype, name="embed")(tokens)
+    x = keras.layers.EinsumDense("btd,dnh->btnh", (None, 8, 12), dtype=dtype, name="query")(x)
+    x = keras.layers.EinsumDense("btnh,nhd->btd", (None, 63), dtype=dtype, name="output")(x)
+    return keras.Model(tokens, keras.layers.Dense(31, dtype=dtype, name="odd")(x))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "how", ["int8", "float8", *(pytest.param(how, marks=blocks) for how in ("int4", Int4(block_size=24)))], ids=str
+)
+def test_a_sampler_is_quantized_on_the_way(mesh8: Mesh, how: Any, dtype: str) -> None:
+    here, there = (Mesh(half, ("model",)) for half in np.split(mesh8.devices.ravel(), 2))
+    trainer = lm.build_abstract(layers, "float32").shard(here, {".*": P()}).materialize()
+    rules = {"(query|output)/kernel": P("model"), ".*": P()}
+    abstract = lm.build_abstract(layers, dtype).quantize(how).shard(there, rules)
+    sampler = lm.Sync(trainer, abstract)(trainer, into=abstract.materialize())
+    stock = layers(dtype)
+    for own, variable in zip(stock.variables, trainer.variables, strict=True):
+        own.assign(np.asarray(variable.value).astype(own.value.dtype))
+    assert_same(quantized(stock, how), sampler, outputs=False)
+    assert {v.path: v.value.sharding.spec for v in sampler.variables} == {p: v.spec for p, v in abstract.items()}
+    assert lm.Sync(abstract, abstract).computed_nbytes == 0  # numbers and scales move as they are
+    if how == "int8":
+        for mapping, text in (
+            (None, "has no variable 'embed/emb"),
+            (lambda w: dict(w), "'embed/embeddings': expected"),
+        ):
+            with pytest.raises(lm.LazyModelError, match=f"{text}.*the abstract model that `quantize` made"):
+                lm.Sync(trainer, sampler, mapping)
+
+
 QUANTIZE, LORA = (lambda a: a.quantize("int8")), (lambda a: a.lora(2, ".*kernel"))
 ORDERS: list[tuple[Any, Any, str]] = [
     (lambda a, mesh: a.shard(mesh, {".*": P()}), QUANTIZE, "has shardings already.*quantize comes before shard"),
