@@ -319,10 +319,10 @@ def mesh_processes(mesh: Any) -> np.ndarray:
     return np.array([device.process_index for device in mesh.devices.flat]).reshape(mesh.devices.shape)
 
 
-def grouped(nbytes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
+def grouped(nbytes: Mapping[str, float], limit: float) -> Iterator[list[str]]:
     """Divides paths, in order, into groups of at most `limit` bytes; a path with more bytes is a group of its own."""
     group: list[str] = []
-    together = 0
+    together = 0.0
     for path, each in nbytes.items():
         if group and together + each > limit:
             yield group
