@@ -98,8 +98,8 @@ def grouped_moves(moves: Sequence[Move], sources: Mapping[str, Array], limit: in
     ones are not reused, if possible.
 
     With `reuse`, the old values of the targets are given and overwritten, and programs are for many calls: each moves
-    several variables. Without, they are for one call, and move one. The groups of variables of one kind share a program,
-    as far as they can be divided evenly.
+    several variables. Without, they are for one call, and move one. The groups of variables of one kind share a
+    program, as far as they can be divided evenly.
     """
     routes, groups = routed(moves, sources), list[Group]()
 
