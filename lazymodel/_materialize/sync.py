@@ -180,8 +180,11 @@ class Sync(Tabled):
 
     def _quantizers(self) -> dict[str, jax.stages.Compiled]:
         """The compiled program of each quantized variable; equal ones share it."""
-        what = "the program that quantizes variables"
-        compiled = functools.cache(lambda program, struct: compile_lowered(program.lower(struct), what))
+
+        @functools.cache
+        def compiled(program: Any, struct: jax.ShapeDtypeStruct) -> jax.stages.Compiled:
+            return compile_lowered(program.lower(struct), "the program that quantizes variables")
+
         structs = {path: _placed(self._read[path]).struct for path in self._parts if path in self._conversions}
         return {
             path: compiled(self._conversions[path].program(struct.sharding, self._shardings), struct)
