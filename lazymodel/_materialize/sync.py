@@ -182,7 +182,7 @@ class Sync(Tabled):
         """The compiled program of each quantized variable; equal ones share it."""
 
         @functools.cache
-        def compiled(program: Any, struct: Any) -> jax.stages.Compiled:
+        def compiled(program: Any, struct: jax.ShapeDtypeStruct) -> jax.stages.Compiled:
             return compile_lowered(program.lower(struct), "the program that quantizes variables")
 
         structs = {path: _placed(self._read[path]).struct for path in self._parts if path in self._conversions}
