@@ -1,0 +1,391 @@
+"""Compiled programs kept in a folder, for later processes that would compile the same.
+
+Responsible for what decides a program (versions, devices, settings, arguments, and the function itself), for the files,
+and for calling a loaded program in place of its function. `_compile` decides when.
+
+A program that was loaded is never called with other arguments or in another context than it was compiled for: then the
+function itself is called, which compiles as usual. Programs are code, so files that another user could have written are
+rejected; their hash finds damage only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import pickle
+import platform
+import re
+import stat
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import jax.extend.backend
+from jax.experimental import serialize_executable
+
+from lazymodel._errors import LazyModelError
+from lazymodel._programs.jaxprs import Canonical, equations
+
+_CONFIG: Any = jax.config  # its attributes are made at run time
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # environment variables that change what the compiler does
+_NO_SETTING = re.compile("cache|_log_|logging|traceback|explain")  # change no program
+_SUFFIX = ".program"
+_SHORT = 40  # characters of a value that a reason may quote
+_OTHERS = 0o022  # mode bits with which others may write
+
+
+class UndecidedError(Exception):
+    """Something that another process could not recognize as equal; says what."""
+
+
+class Description(Canonical):
+    """Canonical forms that are equal in other processes as well, as text."""
+
+    def identity(self, value: object) -> str:
+        if isinstance(value, type):
+            return f"{value.__module__}.{value.__qualname__}"
+        if isinstance(value, jax.extend.core.Primitive):
+            return value.name
+        raise UndecidedError(f"it uses {type(value).__module__}.{type(value).__qualname__} objects")
+
+    def jaxpr(self, closed: Any) -> Any:
+        known = super().jaxpr(closed)
+        if isinstance(known.form, tuple):  # shared ones are described once
+            known.form = hashlib.sha256(repr(known.form).encode()).hexdigest()
+        return known.form
+
+    def parameter(self, value: Any) -> Any:
+        if isinstance(value, set | frozenset):
+            return ("set", *sorted(repr(self.parameter(item)) for item in cast("set[Any]", value)))
+        if isinstance(value, jax.sharding.NamedSharding):
+            return ("sharding", self.parameter(value.mesh), str(value.spec), value.memory_kind)
+        if isinstance(value, jax.sharding.Mesh):
+            ids = () if value.empty else tuple(device.id for device in value.devices.flat)
+            return ("mesh", ids, str(value))
+        return super().parameter(value)
+
+    def value(self, value: Any) -> Any:
+        if " at 0x" in (text := repr(value)):
+            raise UndecidedError(f"it uses {text}")
+        return text
+
+    def aval(self, aval: Any) -> Any:
+        return (*super().aval(aval)[:3], str(getattr(aval, "sharding", None)))  # type: ignore[index]
+
+    def traced(self, traced: jax.stages.Traced) -> str:
+        """A function that was traced, with everything that `jax.jit` was given.
+
+        Raises:
+            UndecidedError: It calls Python, or has parts that cannot be described.
+        """
+        for eqn in equations(traced.jaxpr):
+            if "callback" in eqn.primitive.name:
+                raise UndecidedError("it calls back into Python")
+        return repr(self.parameter(vars_of(traced)))
+
+
+def vars_of(traced: Any) -> Mapping[str, Any]:
+    """The jaxpr, donations, shardings, layouts and compiler options of a traced function; JAX has no public name."""
+    return dict(sorted(traced._params.items()))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# What decides a program -----------------------------------------------------------------------------------------------
+
+
+def _context() -> tuple[dict[str, Any], Any, Any]:
+    """Settings of JAX in this thread and context, under which it would compile something else."""
+    settings = {name: value for name, value in _CONFIG.values.items() if not _NO_SETTING.search(name)}
+    return settings, jax.sharding.get_abstract_mesh(), _CONFIG.jax_default_device
+
+
+def _environment(devices: Sequence[jax.Device], packages: Sequence[str]) -> dict[str, str]:
+    versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "lazymodel", *packages)}
+    backend: Any = jax.extend.backend.get_backend(devices[0].platform)
+    kinds = [(each.id, each.device_kind, getattr(each, "coords", None)) for each in devices]
+    flags = {name: os.environ.get(name, "") for name in _FLAGS}
+    return {
+        **versions,
+        "Python": platform.python_version(),
+        "devices": f"{backend.platform_version}: {kinds} of {len(backend.devices())}",
+        "processor": _processor() if devices[0].platform == "cpu" else "",
+        **flags,
+        "jax.config": repr(_context()),
+    }
+
+
+def _processor() -> str:
+    """The host's processor, whose instructions programs for the CPU use."""
+    text = platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        text += "".join(dict.fromkeys(line for line in lines if line.startswith(("model name", "flags", "Features"))))
+    return text
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") or isinstance(leaf, bool | int | float | complex)
+
+
+def _leaf(leaf: Any) -> tuple[Any, ...]:
+    """What JAX distinguishes an argument by: shape, dtype, weak type, and where it is committed to be, if it is."""
+    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        aval: Any = jax.typeof(leaf)
+        return aval.shape, aval.dtype, aval.weak_type, None
+    given: Any = leaf
+    committed = getattr(given, "committed", given.sharding is not None)
+    return given.shape, given.dtype, bool(getattr(given, "weak_type", False)), given.sharding if committed else None
+
+
+def _fits(leaf: Any, expected: tuple[Any, ...], layout: Any) -> bool:
+    shape, dtype, weak, sharding = found = _leaf(leaf)
+    if found[:3] != expected[:3] or (sharding is None) != (expected[3] is None):
+        return False
+    same = sharding == expected[3] or sharding.is_equivalent_to(expected[3], len(shape))
+    return same and (layout is None or leaf.format.layout == layout)
+
+
+def _static(args: Sequence[Any], dynamic: Sequence[Any]) -> tuple[int, ...]:
+    """The places of arguments that a compiled program does not take, since they are static."""
+
+    def same(arg: Any, info: Any) -> bool:
+        found, expected = jax.tree.leaves(arg), jax.tree.leaves(info)
+        return jax.tree.structure(arg) == jax.tree.structure(info) and all(
+            _is_array(one) and _leaf(one)[:2] == (other.shape, other.dtype) for one, other in zip(found, expected, strict=True)
+        )
+
+    places = [
+        static
+        for static in itertools.combinations(range(len(args)), len(args) - len(dynamic))
+        if all(map(same, (arg for place, arg in enumerate(args) if place not in static), dynamic))
+    ]
+    if len(places) != 1:
+        raise UndecidedError("static arguments look like others; pass them as keywords")
+    return places[0]
+
+
+class KeptFunction:
+    """A jitted function whose program for some arguments was loaded; for others the function itself is called."""
+
+    def __init__(self, function: Any, compiled: jax.stages.Compiled, static: Sequence[int], args: Any, kwargs: Any):
+        self._function, self._compiled, self._static = function, compiled, static
+        self.lower, self.trace = function.lower, function.trace
+        self.__name__ = getattr(function, "__name__", type(function).__name__)
+        self._names = set(compiled.args_info[1])
+        self._fixed, given = self._divided(args, kwargs)
+        leaves, self._tree = jax.tree.flatten(given)
+        layouts = [getattr(getattr(leaf, "format", None), "layout", None) for leaf in leaves]
+        structs = [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
+        self._expected = [
+            (_leaf(leaf), layout if struct else None)
+            for leaf, layout, struct in zip(leaves, layouts, structs, strict=True)
+        ]
+        self._context = _context()
+
+    def _divided(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Static arguments, and the others as the program takes them."""
+        fixed = [args[place] for place in self._static if place < len(args)]
+        fixed += sorted((name, value) for name, value in kwargs.items() if name not in self._names)
+        given = tuple(arg for place, arg in enumerate(args) if place not in self._static)
+        return fixed, (given, {name: value for name, value in kwargs.items() if name in self._names})
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        fixed, given = self._divided(args, kwargs)
+        leaves, tree = jax.tree.flatten(given)
+        if (
+            tree != self._tree
+            or fixed != self._fixed
+            or any(isinstance(leaf, jax.core.Tracer) or not _is_array(leaf) for leaf in leaves)
+            or not all(_fits(leaf, *expected) for leaf, expected in zip(leaves, self._expected, strict=True))
+            or _context() != self._context
+        ):
+            return self._function(*args, **kwargs)
+        return self._compiled(*given[0], **given[1])
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+
+def check_folder(folder: str | os.PathLike[str]) -> Path:
+    """Makes the folder if there is none. Raises LazyModelError if others may write to it, or it is none."""
+    path = Path(folder).expanduser()
+    if "://" in os.fspath(folder):
+        raise LazyModelError(f"keep={os.fspath(folder)!r}: expected a folder on a disk, found a URL")
+    try:
+        path.mkdir(0o700, parents=True, exist_ok=True)
+        _check_owner(path, os.stat(path))
+    except OSError as error:
+        raise LazyModelError(f"keep={str(path)!r}: cannot make or open this folder: {error}") from error
+    return path
+
+
+def _check_owner(path: Path, found: os.stat_result) -> None:
+    if found.st_uid not in (0, os.geteuid()):
+        raise LazyModelError(
+            f"{path} belongs to user {found.st_uid}: programs are code, and this one could be another user's. Expected "
+            f"a folder and files of your own (user {os.geteuid()}) for keep="
+        )
+    if found.st_mode & _OTHERS:
+        raise LazyModelError(
+            f"{path} can be written by other users (mode {stat.S_IMODE(found.st_mode):o}): programs are code, and this "
+            f"one could be another user's. If you trust its content, run: chmod -R go-w {path}"
+        )
+
+
+def _read(path: Path) -> tuple[dict[str, str], bytes]:
+    """What decided a kept program, and the program; raises ValueError if the file is damaged."""
+    with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb") as file:
+        _check_owner(path, os.fstat(file.fileno()))
+        hashed, content = file.readline().strip(), file.read()
+    if hashlib.sha256(content).hexdigest().encode() != hashed:
+        raise ValueError("damaged")
+    header, _, program = content.partition(b"\n")
+    return json.loads(header), program
+
+
+def _write(path: Path, parts: Mapping[str, str], program: bytes) -> None:
+    content = json.dumps(parts).encode() + b"\n" + program
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:  # mode 600
+        try:
+            file.write(hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
+            file.flush()
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+class Keeper:
+    """One program: loaded from a folder, or kept there after it was compiled.
+
+    Attributes:
+        state: `"hit"`, or why nothing was loaded.
+        function: The function to call, which calls the loaded program if there is one; from `lower` on.
+    """
+
+    state, function = "", None
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._folder = check_folder(folder)
+        self._parts: dict[str, str] | None = None
+
+    def lower(
+        self,
+        name: str,
+        function: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        decided: Callable[[], str] | None = None,
+        packages: Sequence[str] = (),
+    ) -> jax.stages.Lowered | jax.stages.Compiled:
+        """The loaded program, or the lowered function.
+
+        Args:
+            name: Describes the function; files of the same name are compared, to say what differs.
+            function: A function of `jax.jit`.
+            args: Its arguments, as structs or values.
+            kwargs: Its keywords, likewise.
+            decided: A text that decides what the function computes, with the versions of `packages`; it may raise
+                UndecidedError. Without one, the function is traced.
+            packages: Names of distributions.
+        """
+        self.function, self._args, self._kwargs, traced = function, args, kwargs, None
+        try:
+            if jax.process_count() > 1:
+                raise UndecidedError("there is more than one process")
+            try:
+                identity, self._trees = "model: " + decided() if decided else "", True
+            except UndecidedError:
+                identity = ""
+            if not identity:
+                traced = function.trace(*args, **kwargs)
+                if not isinstance(traced, jax.stages.Traced):
+                    raise LazyModelError(
+                        f"keep= is for functions of jax.jit, and {name} is of {type(function).__module__}: pass "
+                        "jax.jit of a function of its arrays, as Compile(...).of(flax.nnx.split) does"
+                    )
+                identity, self._trees = Description().traced(traced), False
+            self._find(name, identity, traced, packages)
+        except UndecidedError as error:
+            self._parts, self.state = None, f"not kept, since {error}"
+        if self.state == "hit":
+            return self.function._compiled
+        lowered = function.lower(*args, **kwargs) if traced is None else traced.lower()
+        if self._parts is not None:
+            try:
+                self._places = _static(args, lowered.args_info[0])
+            except UndecidedError as error:
+                self._parts, self.state = None, f"not kept, since {error}"
+        return lowered
+
+    def _find(self, name: str, identity: str, traced: jax.stages.Traced | None, packages: Sequence[str]) -> None:
+        every, tree = jax.tree.flatten((self._args, dict(self._kwargs)))
+        leaves, describe = [leaf for leaf in every if _is_array(leaf)], Description()
+        forms = [(*_leaf(leaf)[:3], describe.parameter(_leaf(leaf)[3])) for leaf in leaves]
+        layouts = [str(leaf.format.layout) for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
+        shardings = [_leaf(leaf)[3] for leaf in leaves]
+        self._devices = next((sorted(each.device_set, key=lambda device: device.id) for each in shardings if each), [])
+        self._devices = self._devices or [_CONFIG.jax_default_device or jax.local_devices()[0]]
+        arguments = repr((forms, layouts))
+        if traced is None:  # the values of static arguments, and the structure of the results, follow from it
+            arguments += repr((tree, [describe.parameter(leaf) for leaf in every if not hasattr(leaf, "dtype")]))
+        parts = {**_environment(self._devices, packages), "arguments": arguments, "the function": identity}
+        parts = {key: value if len(value) <= _SHORT else _digest(value) for key, value in parts.items()}
+        self._parts = parts
+        slot = re.sub(r"\W+", "_", name)
+        self._path = self._folder / f"{slot}-{_digest(json.dumps(parts))[:32]}{_SUFFIX}"
+        try:
+            found, program = _read(self._path)
+            if found != parts:
+                raise ValueError("damaged")
+            payload, trees, places = pickle.loads(program)
+            in_tree, out_tree = trees or (traced.in_tree, traced.out_tree)  # type: ignore[union-attr]
+            compiled = serialize_executable.deserialize_and_load(
+                payload, in_tree, out_tree, self._devices[0].client, self._devices
+            )
+            self.function = KeptFunction(self.function, compiled, places, self._args, self._kwargs)
+            self.state = "hit"
+        except FileNotFoundError:
+            self.state = self._difference(slot)
+        except LazyModelError:
+            raise
+        except Exception as error:
+            self.state = f"{self._path.name} cannot be loaded: {error}"
+
+    def _difference(self, slot: str) -> str:
+        """Why none of the kept programs is this one: how the most similar one differs."""
+        assert self._parts is not None
+        differences: list[list[str]] = []
+        for path in self._folder.glob(f"{slot}-*{_SUFFIX}"):
+            with contextlib.suppress(OSError, ValueError):
+                found = _read(path)[0]
+                pairs = {name: (found.get(name, ""), value) for name, value in self._parts.items()}
+                differences.append(
+                    [
+                        f"{name} {' -> '.join(pair)}" if max(map(len, pair)) <= _SHORT else f"{name} changed"
+                        for name, pair in pairs.items()
+                        if pair[0] != pair[1]
+                    ]
+                )
+        return ", ".join(min(differences, key=len, default=["no program yet"]))
+
+    def store(self, compiled: jax.stages.Compiled) -> None:
+        """Keeps a program that was compiled; a failure is noted in `state`, and does no harm."""
+        if self._parts is None or self.state == "hit":
+            return
+        try:
+            payload, in_tree, out_tree = serialize_executable.serialize(compiled)
+            trees = (in_tree, out_tree) if self._trees else None
+            _write(self._path, self._parts, pickle.dumps((payload, trees, self._places)))
+        except Exception as error:  # JAX cannot serialize every program, and a disk may be full
+            self.state = f"not kept: {error}"
