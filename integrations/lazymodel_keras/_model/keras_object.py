@@ -41,6 +41,7 @@ from lazymodel._abstract.variable import (
     unique_paths,
 )
 from lazymodel._errors import ShardingError, warn
+from lazymodel._kept import Keeper
 from lazymodel._programs.programs import InitRecipe
 from lazymodel._sharding.follow import follow, follow_weights
 from lazymodel._sharding.shard import check_spec
@@ -254,11 +255,13 @@ class KerasModel(Framework):
         inputs: Sequence[Any] = (),
         batch: int | None,
         sequence: int | None,
+        keeper: Keeper | None = None,
     ) -> Sequence[LoweredFunction]:
         described = self.unfilled()._described(structs)
         shardings = {path: struct.sharding for path, struct in structs.items()}
         anew = self.functions.get(what) != shardings
-        lowered = lower(self.result, described, what, inputs, batch=batch, sequence=sequence, anew=anew)
+        options = {"batch": batch, "sequence": sequence, "anew": anew, "keeper": keeper}
+        lowered = lower(self.result, described, what, inputs, **options)
         self.functions[what] = shardings
         return lowered
 
