@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import itertools
 import math
 import os
 import threading
@@ -31,7 +30,7 @@ from lazymodel._abstract.framework import AnyModel, LoweredFunction, ModelSpec
 from lazymodel._abstract.variable import Placement, resident_nbytes, stays_on_host
 from lazymodel._devices.hardware import CompiledMemory, compile_lowered, device_memory, memory_of
 from lazymodel._errors import DoesNotFitError, LazyModelError
-from lazymodel._kept import Keeper
+from lazymodel._programs.kept import Keeper
 from lazymodel._show.progress import Timeline
 from lazymodel._show.text import format_bytes
 
@@ -427,7 +426,8 @@ class Compiling:
         jax.monitoring.register_event_listener(self._listen)
         pool = ThreadPoolExecutor(_THREADS, "lazymodel-compile")
         # Every `Compile` is one program.
-        self._futures = list(map(pool.submit, itertools.repeat(self._compiled), self._programs, self._keepers))
+        pairs = zip(self._programs, self._keepers, strict=True)
+        self._futures = [pool.submit(self._compiled, program, keeper) for program, keeper in pairs]
         pool.shutdown(wait=False)
         try:
             yield

@@ -20,7 +20,7 @@ from jax.sharding import Sharding
 from lazymodel._abstract.pairs import LoraPair, named_pairs
 from lazymodel._abstract.variable import AbstractVariable, automatic, on_device, path_text
 from lazymodel._errors import LazyModelError
-from lazymodel._kept import Keeper
+from lazymodel._programs.kept import Keeper
 from lazymodel._programs.programs import InitRecipe, ProgramCache
 from lazymodel._show.progress import Span
 from lazymodel._show.text import closest

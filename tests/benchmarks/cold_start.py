@@ -4,11 +4,12 @@
 
 A Gemma `CausalLM` of 138 million parameters in float32, 0.55 GB, saved once with `save_to_preset`, on one CPU device.
 Every run is a process of its own and the ways take turns: `stock` is `from_preset` of KerasHub, `ours` is
-`lazymodel_keras.from_preset`, `compile` the same with `compile=`, and `lean` that without TensorFlow (`train` needs
-grain for it). `generate` is until one token is there, with the
-sampler that KerasHub takes by default, and `train` until one step of `fit` is done, with its default optimizer. Files
-are local, with the page cache warm, or behind a link of 20 ms and so many bytes a second that reading them takes as
-long as the first call of `ours` takes longer than its second one, which is what compiling costs; stock downloads first.
+`lazymodel_keras.from_preset`, `compile` the same with `compile=`, `lean` that without TensorFlow (`train` needs grain
+for it), and `kept` the same with the program that an earlier process kept. `generate` is until one token is there, with
+the sampler that KerasHub takes by default, and `train` until one step of `fit` is done, with its default optimizer.
+Files are local, with the page cache warm, or behind a link of 20 ms and so many bytes a second that reading them takes
+as long as the first call of `ours` takes longer than its second one, which is what compiling costs; stock downloads
+first.
 
 Seconds are from the start of the process, as the parent sees it. Each timeline is that of the run with the median. What
 is imported before either library is at work, KerasHub and TensorFlow with it, has a bar of its own; the last figures
@@ -33,7 +34,8 @@ import _measure  # noqa: E402
 from tests.sentence_piece import WORDS, gemma_vocabulary  # noqa: E402
 
 LATENCY = 0.02  # seconds
-WAYS = ("stock", "ours", "compile", "lean")
+WAYS = ("stock", "ours", "compile", "lean", "kept")
+LEAN = ("lean", "kept")
 TASKS = ("generate", "train")
 PLACES = ("local", "bucket")
 MEASURED = ("begun", "loaded", "done", "again", "cpu")  # seconds
@@ -70,7 +72,7 @@ def start(way: str, task: str, where: str, tokens: int) -> dict[str, Any]:
         return result
 
     def imports() -> None:
-        if way == "lean":
+        if way in LEAN:
             import lazymodel_keras as lk
 
             lk.leave_out_tensorflow()
@@ -95,9 +97,10 @@ def start(way: str, task: str, where: str, tokens: int) -> dict[str, Any]:
         import lazymodel_keras as lk
         from lazymodel._show import clock
 
+        keep = os.environ["KEEP"] if way == "kept" else None
         wanted = {
-            "generate": lm.Compile("generate", batch=1, sequence=tokens + 1),
-            "train": lm.Compile("train", batch=1),
+            "generate": lm.Compile("generate", batch=1, sequence=tokens + 1, keep=keep),
+            "train": lm.Compile("train", batch=1, keep=keep),
         }
         options = {} if way == "ours" else {"compile": wanted[task]}
         reports: list[lm.LoadReport] = []
@@ -164,12 +167,17 @@ def main() -> None:
         for task in chosen(TASKS) if "bucket" in chosen(PLACES) else ():
             calibrating = run("ours", task, folder, saved["tokens"])
             bandwidths[task] = saved["nbytes"] / (calibrating["done"] - calibrating["loaded"] - calibrating["again"])
+        os.environ["KEEP"] = str(Path(temporary) / "kept")
+        for task in chosen(TASKS) if "kept" in chosen(WAYS) else ():
+            run("kept", task, folder, saved["tokens"])
         for _ in range(options.runs):
             for task in chosen(TASKS):
                 server.configure(bandwidth=bandwidths.get(task), latency=LATENCY)
                 for place in chosen(PLACES):
                     where = str(folder) if place == "local" else server.url("gemma")
-                    for way in chosen(WAYS if task == "generate" or find_spec("grain") else WAYS[:3]):
+                    for way in chosen(WAYS):
+                        if way in LEAN and task == "train" and find_spec("grain") is None:
+                            continue
                         found = run(way, task, where, saved["tokens"], NAMES=json.dumps(names))
                         runs.setdefault((task, place, way), []).append(found)
     show(runs, saved["nbytes"], bandwidths, as_json=options.json)
@@ -214,8 +222,8 @@ def show(
                 f": stock takes {values['stock']['done'] / values['compile']['done']:.2f} × as long as compile", end=""
             )
             print(f", {after['stock'] / after['compile']:.2f} × after imports", end="")
-            if "lean" in values:
-                print(f", and {values['stock']['done'] / values['lean']['done']:.2f} × as long as lean", end="")
+            for way in (way for way in LEAN if way in values):
+                print(f", {values['stock']['done'] / values[way]['done']:.2f} × as long as {way}", end="")
         print()
         load = values["ours"]["loaded"] - values["ours"]["begun"]
         compiling = after["ours"] - load - values["ours"]["again"]

@@ -21,7 +21,7 @@ import numpy as np
 from lazymodel import LazyModelError
 from lazymodel._abstract.framework import LoweredFunction
 from lazymodel._errors import warn
-from lazymodel._kept import Keeper
+from lazymodel._programs.kept import Keeper
 from lazymodel_keras import _upstream
 from lazymodel_keras._model.kept import PACKAGES, decides
 
@@ -112,10 +112,11 @@ def lower(
 
     def concatenate(compiled: jax.stages.Compiled) -> None:
         # Program by which `predict`, with several steps per execution, joins their outputs.
+        assert together is not None
         outputs, _ = _results(lowered, compiled, (state, data))
         together.cell_contents.lower([outputs] * model.steps_per_execution).compile()
 
-    besides = functools.partial(_run_epoch, model, state[-1]) if what == "train" else together and concatenate
+    besides = functools.partial(_run_epoch, model, state[-1]) if what == "train" else concatenate if together else None
     return [LoweredFunction(f"{what}: {model.name} of {_text(data)}", lowered, besides)]
 
 
@@ -126,7 +127,10 @@ def _lowered(
     if keeper is None:
         return cell.cell_contents.lower(*args, **kwargs)
     name, decided = f"{what} {model.name}", functools.partial(decides, model)
-    lowered = keeper.lower(name, cell.cell_contents, args, kwargs, decided=decided, packages=PACKAGES)
+    with _upstream.global_draws() as draws:
+        lowered = keeper.lower(name, cell.cell_contents, args, kwargs, decided=decided, packages=PACKAGES)
+    if draws:
+        keeper.reject("its program has numbers of Keras' global seed generator in it")
     cell.cell_contents = keeper.function
     return lowered
 

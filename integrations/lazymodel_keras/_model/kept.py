@@ -10,6 +10,8 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
+import os
+import sys
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -18,32 +20,45 @@ import jax
 import keras
 import numpy as np
 
-from lazymodel._kept import Description, UndecidedError
+from lazymodel._programs.kept import Description, UndecidedError
 from lazymodel_keras import _upstream
 
 PACKAGES = ("keras", "keras-hub")
 _TRUSTED = ("keras", "keras_hub")
-_KNOWN = (*_TRUSTED, "jax", "jaxlib", "numpy", "builtins", "functools", "abc", "typing", "inspect")
+_WITH_CODE = (*_TRUSTED, "jax", "jaxlib", "numpy")
+_STANDARD = os.path.dirname(functools.__file__)
 _PLAIN = (type(None), str, bytes, bool, int, float, complex, np.dtype, np.ndarray, np.generic, jax.Array, enum.Enum)
+_BY_NAME = (type, types.FunctionType, types.BuiltinFunctionType, np.ufunc)
 # Attributes that change no program: bookkeeping by id, the compiled functions, and what runs before and after them.
-_IGNORED = {"_tracker", "_nodes", "_functional_layer_ids", "preprocessor"}
-_IGNORED |= {f"{name}_function" for name in ("train", "test", "predict", "generate")}
+_FUNCTIONS = ("train_function", "test_function", "predict_function", "generate_function")
+_IGNORED = {"_tracker", "_nodes", "_functional_layer_ids", "preprocessor", *_FUNCTIONS}
 _SMALL = 1 << 32  # larger ones are ids, by which optimizers know variables
-_OF_VARIABLES = ("shape", "dtype", "trainable", "_autocast", "aggregation", "regularizer", "constraint")
-_OF_VARIABLES += ("overwrite_with_gradient",)
+_TRAINED = ("regularizer", "constraint", "overwrite_with_gradient")
+_OF_VARIABLES = ("shape", "dtype", "trainable", "_autocast", "aggregation", *_TRAINED)
 
 
 def _root(value: Any) -> str:
     return (getattr(value, "__module__", None) or "").partition(".")[0]
 
 
-@functools.cache
-def _is_trusted(cls: type) -> bool:
-    """Returns True for a class of Keras or KerasHub with the methods that it was written with."""
-    own = [each for each in cls.__mro__ if _root(each) in _TRUSTED]
-    values = [getattr(value, "__func__", value) for each in own for value in vars(each).values()]
-    functions = [value for value in values if inspect.isroutine(value)]
-    return _root(cls) in _TRUSTED and all(_root(function) in _KNOWN for function in functions)
+def _is_known(function: Any) -> bool:
+    """Returns True if a function or type is one of Keras, JAX, NumPy or Python, and not a replacement with its name."""
+    if (code := getattr(function, "__code__", None)) is None:
+        return _root(function) in (*_WITH_CODE, "", "builtins")
+    folder = os.path.dirname(code.co_filename)
+    packages = [sys.modules[name] for name in _WITH_CODE if name in sys.modules]
+    inside = [folder == root or folder.startswith(root + os.sep) for root in map(_folder, packages)]
+    return any(inside) or folder == _STANDARD or code.co_filename == "<string>"  # made by dataclasses
+
+
+def _is_written(cls: type) -> bool:
+    """Returns True if a class has the methods that it was written with."""
+    values = (getattr(value, "__func__", getattr(value, "fget", value)) for value in vars(cls).values())
+    return all(_is_known(value) for value in values if inspect.isroutine(value))
+
+
+def _folder(package: types.ModuleType) -> str:
+    return os.path.dirname(package.__file__ or "")
 
 
 class _ObjectDescription(Description):
@@ -53,6 +68,7 @@ class _ObjectDescription(Description):
         super().__init__()
         self._numbers: dict[int, int] = {}
         self._found: list[Any] = []  # kept alive, so that no id is used again
+        self._is_written = functools.cache(_is_written)  # for one description, since methods may be replaced any time
 
     def text(self, *roots: Any) -> str:
         """Everything that can be reached from some objects. Raises UndecidedError if a part is unknown."""
@@ -79,8 +95,8 @@ class _ObjectDescription(Description):
     def _content(self, value: Any) -> Any:
         """An object without those that it refers to."""
         cls = type(value)
-        if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType | np.ufunc) or _root(cls) == "jaxlib":
-            if _root(value) not in _KNOWN:
+        if isinstance(value, _BY_NAME) or _root(cls) == "jaxlib":  # functions of `jax.jit` are of jaxlib
+            if not _is_known(value):
                 raise UndecidedError(f"{value} is not of Keras")
             cells = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
             line = getattr(getattr(value, "__code__", None), "co_firstlineno", 0)
@@ -93,7 +109,8 @@ class _ObjectDescription(Description):
             return (name, *map(self.parameter, (value.func, value.args, value.keywords)))
         if isinstance(value, inspect.Signature):
             return str(value)
-        if not _is_trusted(cls):
+        own = [each for each in cls.__mro__ if _root(each) in _TRUSTED]
+        if _root(cls) not in _TRUSTED or not all(map(self._is_written, own)):
             raise UndecidedError(f"{name} is not of Keras, or was changed")
         # Neither runs in a program; unseeded initializers have random seeds.
         if isinstance(value, (keras.initializers.Initializer, *_upstream.preprocessing_classes())):

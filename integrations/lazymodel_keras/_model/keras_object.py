@@ -41,7 +41,7 @@ from lazymodel._abstract.variable import (
     unique_paths,
 )
 from lazymodel._errors import ShardingError, warn
-from lazymodel._kept import Keeper
+from lazymodel._programs.kept import Keeper
 from lazymodel._programs.programs import InitRecipe
 from lazymodel._sharding.follow import follow, follow_weights
 from lazymodel._sharding.shard import check_spec
@@ -260,8 +260,7 @@ class KerasModel(Framework):
         described = self.unfilled()._described(structs)
         shardings = {path: struct.sharding for path, struct in structs.items()}
         anew = self.functions.get(what) != shardings
-        options = {"batch": batch, "sequence": sequence, "anew": anew, "keeper": keeper}
-        lowered = lower(self.result, described, what, inputs, **options)
+        lowered = lower(self.result, described, what, inputs, batch=batch, sequence=sequence, anew=anew, keeper=keeper)
         self.functions[what] = shardings
         return lowered
 

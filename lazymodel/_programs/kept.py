@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import jax
-import jax.extend.backend
+from jax.core import Tracer
 from jax.experimental import serialize_executable
+from jax.extend.core import Primitive
 
 from lazymodel._errors import LazyModelError
 from lazymodel._programs.jaxprs import Canonical, equations
@@ -50,7 +51,7 @@ class Description(Canonical):
     def identity(self, value: object) -> str:
         if isinstance(value, type):
             return f"{value.__module__}.{value.__qualname__}"
-        if isinstance(value, jax.extend.core.Primitive):
+        if isinstance(value, Primitive):
             return value.name
         raise UndecidedError(f"it uses {type(value).__module__}.{type(value).__qualname__} objects")
 
@@ -78,21 +79,16 @@ class Description(Canonical):
     def aval(self, aval: Any) -> Any:
         return (*super().aval(aval)[:3], str(getattr(aval, "sharding", None)))  # type: ignore[index]
 
-    def traced(self, traced: jax.stages.Traced) -> str:
+    def traced(self, traced: Any) -> str:
         """A function that was traced, with everything that `jax.jit` was given.
 
         Raises:
             UndecidedError: It calls Python, or has parts that cannot be described.
         """
-        for eqn in equations(traced.jaxpr):
-            if "callback" in eqn.primitive.name:
-                raise UndecidedError("it calls back into Python")
-        return repr(self.parameter(vars_of(traced)))
-
-
-def vars_of(traced: Any) -> Mapping[str, Any]:
-    """The jaxpr, donations, shardings, layouts and compiler options of a traced function; JAX has no public name."""
-    return dict(sorted(traced._params.items()))
+        if any("callback" in eqn.primitive.name for eqn in equations(traced.jaxpr)):
+            raise UndecidedError("it calls back into Python")
+        # Donations, shardings, layouts and compiler options are with the jaxpr; JAX has no public name for them.
+        return repr(self.parameter(sorted(traced._params.items())))
 
 
 def _digest(text: str) -> str:
@@ -108,17 +104,15 @@ def _context() -> tuple[dict[str, Any], Any, Any]:
     return settings, jax.sharding.get_abstract_mesh(), _CONFIG.jax_default_device
 
 
-def _environment(devices: Sequence[jax.Device], packages: Sequence[str]) -> dict[str, str]:
-    versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "lazymodel", *packages)}
-    backend: Any = jax.extend.backend.get_backend(devices[0].platform)
-    kinds = [(each.id, each.device_kind, getattr(each, "coords", None)) for each in devices]
-    flags = {name: os.environ.get(name, "") for name in _FLAGS}
+def _environment(backend: Any, packages: Sequence[str]) -> dict[str, str]:
+    """Everything around a program that decides it, under names for people."""
+    kinds = [(each.id, each.device_kind, getattr(each, "coords", None)) for each in backend.devices()]
     return {
-        **versions,
+        **{name: metadata.version(name) for name in ("jax", "jaxlib", "lazymodel", *packages)},
         "Python": platform.python_version(),
-        "devices": f"{backend.platform_version}: {kinds} of {len(backend.devices())}",
-        "processor": _processor() if devices[0].platform == "cpu" else "",
-        **flags,
+        "devices": f"{backend.platform_version}: {kinds}",
+        "processor": _processor() if backend.platform == "cpu" else "",
+        **{name: os.environ.get(name, "") for name in _FLAGS},
         "jax.config": repr(_context()),
     }
 
@@ -147,10 +141,10 @@ def _leaf(leaf: Any) -> tuple[Any, ...]:
 
 
 def _fits(leaf: Any, expected: tuple[Any, ...], layout: Any) -> bool:
-    shape, dtype, weak, sharding = found = _leaf(leaf)
-    if found[:3] != expected[:3] or (sharding is None) != (expected[3] is None):
+    found = _leaf(leaf)
+    if found[:3] != expected[:3] or (found[3] is None) != (expected[3] is None):
         return False
-    same = sharding == expected[3] or sharding.is_equivalent_to(expected[3], len(shape))
+    same = found[3] == expected[3] or found[3].is_equivalent_to(expected[3], len(found[0]))
     return same and (layout is None or leaf.format.layout == layout)
 
 
@@ -158,9 +152,9 @@ def _static(args: Sequence[Any], dynamic: Sequence[Any]) -> tuple[int, ...]:
     """The places of arguments that a compiled program does not take, since they are static."""
 
     def same(arg: Any, info: Any) -> bool:
-        found, expected = jax.tree.leaves(arg), jax.tree.leaves(info)
+        pairs = zip(jax.tree.leaves(arg), jax.tree.leaves(info), strict=False)
         return jax.tree.structure(arg) == jax.tree.structure(info) and all(
-            _is_array(one) and _leaf(one)[:2] == (other.shape, other.dtype) for one, other in zip(found, expected, strict=True)
+            _is_array(one) and _leaf(one)[:2] == (other.shape, other.dtype) for one, other in pairs
         )
 
     places = [
@@ -204,7 +198,7 @@ class KeptFunction:
         if (
             tree != self._tree
             or fixed != self._fixed
-            or any(isinstance(leaf, jax.core.Tracer) or not _is_array(leaf) for leaf in leaves)
+            or any(isinstance(leaf, Tracer) or not _is_array(leaf) for leaf in leaves)
             or not all(_fits(leaf, *expected) for leaf, expected in zip(leaves, self._expected, strict=True))
             or _context() != self._context
         ):
@@ -317,7 +311,7 @@ class Keeper:
                 identity, self._trees = Description().traced(traced), False
             self._find(name, identity, traced, packages)
         except UndecidedError as error:
-            self._parts, self.state = None, f"not kept, since {error}"
+            self.reject(str(error))
         if self.state == "hit":
             return self.function._compiled
         lowered = function.lower(*args, **kwargs) if traced is None else traced.lower()
@@ -325,21 +319,26 @@ class Keeper:
             try:
                 self._places = _static(args, lowered.args_info[0])
             except UndecidedError as error:
-                self._parts, self.state = None, f"not kept, since {error}"
+                self.reject(str(error))
         return lowered
+
+    def reject(self, reason: str) -> None:
+        """The program is not kept."""
+        self._parts, self.state = None, f"not kept, since {reason}"
 
     def _find(self, name: str, identity: str, traced: jax.stages.Traced | None, packages: Sequence[str]) -> None:
         every, tree = jax.tree.flatten((self._args, dict(self._kwargs)))
         leaves, describe = [leaf for leaf in every if _is_array(leaf)], Description()
         forms = [(*_leaf(leaf)[:3], describe.parameter(_leaf(leaf)[3])) for leaf in leaves]
         layouts = [str(leaf.format.layout) for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
-        shardings = [_leaf(leaf)[3] for leaf in leaves]
-        self._devices = next((sorted(each.device_set, key=lambda device: device.id) for each in shardings if each), [])
-        self._devices = self._devices or [_CONFIG.jax_default_device or jax.local_devices()[0]]
         arguments = repr((forms, layouts))
         if traced is None:  # the values of static arguments, and the structure of the results, follow from it
             arguments += repr((tree, [describe.parameter(leaf) for leaf in every if not hasattr(leaf, "dtype")]))
-        parts = {**_environment(self._devices, packages), "arguments": arguments, "the function": identity}
+        default = _CONFIG.jax_default_device  # a device, the name of a platform, or None
+        committed = [device for each in map(_leaf, leaves) if each[3] for device in each[3].device_set]
+        (device, *_) = committed or ([default] if hasattr(default, "client") else jax.devices(default))
+        backend: Any = device.client
+        parts = {**_environment(backend, packages), "arguments": arguments, "the function": identity}
         parts = {key: value if len(value) <= _SHORT else _digest(value) for key, value in parts.items()}
         self._parts = parts
         slot = re.sub(r"\W+", "_", name)
@@ -348,10 +347,11 @@ class Keeper:
             found, program = _read(self._path)
             if found != parts:
                 raise ValueError("damaged")
-            payload, trees, places = pickle.loads(program)
+            payload, trees, places, ids = pickle.loads(program)
             in_tree, out_tree = trees or (traced.in_tree, traced.out_tree)  # type: ignore[union-attr]
+            devices = {device.id: device for device in backend.devices()}
             compiled = serialize_executable.deserialize_and_load(
-                payload, in_tree, out_tree, self._devices[0].client, self._devices
+                payload, in_tree, out_tree, backend, [devices[each] for each in ids]
             )
             self.function = KeptFunction(self.function, compiled, places, self._args, self._kwargs)
             self.state = "hit"
@@ -385,7 +385,9 @@ class Keeper:
             return
         try:
             payload, in_tree, out_tree = serialize_executable.serialize(compiled)
-            trees = (in_tree, out_tree) if self._trees else None
-            _write(self._path, self._parts, pickle.dumps((payload, trees, self._places)))
+            trees = (in_tree, out_tree) if self._trees else None  # those of a traced function may not be pickled
+            executable: Any = compiled.runtime_executable()
+            ids = [device.id for device in executable.local_devices()]
+            _write(self._path, self._parts, pickle.dumps((payload, trees, self._places, ids)))
         except Exception as error:  # JAX cannot serialize every program, and a disk may be full
             self.state = f"not kept: {error}"
