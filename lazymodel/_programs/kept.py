@@ -11,6 +11,7 @@ rejected; their hash finds damage only.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -98,9 +99,14 @@ def _digest(text: str) -> str:
 # What decides a program -----------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def _is_setting(name: str) -> bool:
+    return _NO_SETTING.search(name) is None
+
+
 def _context() -> tuple[dict[str, Any], Any, Any]:
     """Settings of JAX in this thread and context, under which it would compile something else."""
-    settings = {name: value for name, value in _CONFIG.values.items() if not _NO_SETTING.search(name)}
+    settings = {name: value for name, value in _CONFIG.values.items() if _is_setting(name)}
     return settings, jax.sharding.get_abstract_mesh(), _CONFIG.jax_default_device
 
 
@@ -144,7 +150,7 @@ def _fits(leaf: Any, expected: tuple[Any, ...], layout: Any) -> bool:
     found = _leaf(leaf)
     if found[:3] != expected[:3] or (found[3] is None) != (expected[3] is None):
         return False
-    same = found[3] == expected[3] or found[3].is_equivalent_to(expected[3], len(found[0]))
+    same = found[3] is expected[3] or found[3] == expected[3] or found[3].is_equivalent_to(expected[3], len(found[0]))
     return same and (layout is None or leaf.format.layout == layout)
 
 
