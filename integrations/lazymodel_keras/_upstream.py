@@ -249,20 +249,6 @@ def global_seed_state() -> Any:
     return None if generator is None else generator.state
 
 
-@contextlib.contextmanager
-def global_draws() -> Generator[list[None]]:
-    """A list that grows with every draw from Keras' global seed generator in the block."""
-    draws, own = list[None](), SEED_GENERATORS.global_seed_generator
-
-    def noted() -> Any:
-        draws.append(None)
-        return own()
-
-    with contextlib.ExitStack() as undo:
-        replace(undo, SEED_GENERATORS, "global_seed_generator", noted)
-        yield draws
-
-
 def remembered_draws() -> Callable[[], None]:
     """Saves process-wide state: automatic names, and the random generators of Python, NumPy and Keras.
 

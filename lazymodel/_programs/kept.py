@@ -37,6 +37,7 @@ from lazymodel._programs.jaxprs import Canonical, equations
 _CONFIG: Any = jax.config  # its attributes are made at run time
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # environment variables that change what the compiler does
 _NO_SETTING = re.compile("cache|_log_|logging|traceback|explain")  # change no program
+_ARGUMENTS, _FUNCTION = "arguments", "the function"  # what a program is, after what is around it
 _SUFFIX = ".program"
 _SHORT = 40  # characters of a value that a reason may quote
 _OTHERS = 0o022  # mode bits with which others may write
@@ -54,6 +55,9 @@ class Description(Canonical):
             return f"{value.__module__}.{value.__qualname__}"
         if isinstance(value, Primitive):
             return value.name
+        module, name = getattr(value, "__module__", None) or "", getattr(value, "__qualname__", "<locals>")
+        if module.partition(".")[0] in ("jax", "jaxlib") and "<locals>" not in name:  # of a generator of random numbers
+            return f"{module}.{name}"
         raise UndecidedError(f"it uses {type(value).__module__}.{type(value).__qualname__} objects")
 
     def jaxpr(self, closed: Any) -> Any:
@@ -78,7 +82,8 @@ class Description(Canonical):
         return text
 
     def aval(self, aval: Any) -> Any:
-        return (*super().aval(aval)[:3], str(getattr(aval, "sharding", None)))  # type: ignore[index]
+        form: Any = super().aval(aval)
+        return (*form[:3], str(getattr(aval, "sharding", None)))
 
     def traced(self, traced: Any) -> str:
         """A function that was traced, with everything that `jax.jit` was given.
@@ -264,6 +269,10 @@ def _write(path: Path, parts: Mapping[str, str], program: bytes) -> None:
             raise
 
 
+def _change(name: str, before: str, now: str) -> str:
+    return f"{name} {before} -> {now}" if max(len(before), len(now)) <= _SHORT else f"{name} changed"
+
+
 class Keeper:
     """One program: loaded from a folder, or kept there after it was compiled.
 
@@ -332,19 +341,19 @@ class Keeper:
         """The program is not kept."""
         self._parts, self.state = None, f"not kept, since {reason}"
 
-    def _find(self, name: str, identity: str, traced: jax.stages.Traced | None, packages: Sequence[str]) -> None:
+    def _find(self, name: str, identity: str, traced: Any, packages: Sequence[str]) -> None:
         every, tree = jax.tree.flatten((self._args, dict(self._kwargs)))
         leaves, describe = [leaf for leaf in every if _is_array(leaf)], Description()
         forms = [(*_leaf(leaf)[:3], describe.parameter(_leaf(leaf)[3])) for leaf in leaves]
         layouts = [str(leaf.format.layout) for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
         arguments = repr((forms, layouts))
         if traced is None:  # the values of static arguments, and the structure of the results, follow from it
-            arguments += repr((tree, [describe.parameter(leaf) for leaf in every if not hasattr(leaf, "dtype")]))
+            identity += repr((tree, [describe.parameter(leaf) for leaf in every if not hasattr(leaf, "dtype")]))
         default = _CONFIG.jax_default_device  # a device, the name of a platform, or None
         committed = [device for each in map(_leaf, leaves) if each[3] for device in each[3].device_set]
         (device, *_) = committed or ([default] if hasattr(default, "client") else jax.devices(default))
         backend: Any = device.client
-        parts = {**_environment(backend, packages), "arguments": arguments, "the function": identity}
+        parts = {**_environment(backend, packages), _ARGUMENTS: arguments, _FUNCTION: identity}
         parts = {key: value if len(value) <= _SHORT else _digest(value) for key, value in parts.items()}
         self._parts = parts
         slot = re.sub(r"\W+", "_", name)
@@ -354,7 +363,7 @@ class Keeper:
             if found != parts:
                 raise ValueError("damaged")
             payload, trees, places, ids = pickle.loads(program)
-            in_tree, out_tree = trees or (traced.in_tree, traced.out_tree)  # type: ignore[union-attr]
+            in_tree, out_tree = trees if traced is None else (traced.in_tree, traced.out_tree)
             devices = {device.id: device for device in backend.devices()}
             compiled = serialize_executable.deserialize_and_load(
                 payload, in_tree, out_tree, backend, [devices[each] for each in ids]
@@ -375,14 +384,10 @@ class Keeper:
         for path in self._folder.glob(f"{slot}-*{_SUFFIX}"):
             with contextlib.suppress(OSError, ValueError):
                 found = _read(path)[0]
-                pairs = {name: (found.get(name, ""), value) for name, value in self._parts.items()}
-                differences.append(
-                    [
-                        f"{name} {' -> '.join(pair)}" if max(map(len, pair)) <= _SHORT else f"{name} changed"
-                        for name, pair in pairs.items()
-                        if pair[0] != pair[1]
-                    ]
-                )
+                names = [name for name, value in self._parts.items() if found.get(name) != value]
+                if _ARGUMENTS in names:  # with others, it computes something else in any case
+                    names = [name for name in names if name != _FUNCTION]
+                differences.append([_change(name, found.get(name, ""), self._parts[name]) for name in names])
         return ", ".join(min(differences, key=len, default=["no program yet"]))
 
     def store(self, compiled: jax.stages.Compiled) -> None:

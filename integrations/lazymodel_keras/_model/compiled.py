@@ -12,7 +12,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from types import CellType
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import keras
@@ -21,9 +21,10 @@ import numpy as np
 from lazymodel import LazyModelError
 from lazymodel._abstract.framework import LoweredFunction
 from lazymodel._errors import warn
-from lazymodel._programs.kept import Keeper
 from lazymodel_keras import _upstream
-from lazymodel_keras._model.kept import PACKAGES, decides
+
+# Takes a name, a jitted function, and its arguments and keywords; returns its program, and what to call.
+Keep: TypeAlias = Callable[[str, Any, Any, Any], tuple[Any, Any]]
 
 _SEQUENCE = 1024  # tokens, by default, if the model takes as many
 _IMAGE = 224  # pixels per side, if a model takes images of any size
@@ -74,13 +75,13 @@ def lower(
     batch: int | None,
     sequence: int | None,
     anew: bool,
-    keeper: Keeper | None,
+    keep: Keep | None,
 ) -> list[LoweredFunction]:
     """Lowers the programs that one of a model's own functions will run.
 
     `structs` are its abstract variables with their future arrays. With `anew` the model gets a new function in place of
-    the one that it keeps, for other shardings for example. With `keeper`, a program that was kept is loaded instead,
-    and the model's function calls it.
+    the one that it keeps, for other shardings for example. With `keep`, a program may be loaded instead, and then
+    the model's function calls it.
 
     Raises:
         LazyModelError: The model has no such function, compiles none, or does not define its inputs.
@@ -95,7 +96,7 @@ def lower(
             "compiles its second step for that. Load and train it within lazymodel_keras.distribution(mesh).scope()"
         )
     if what == "generate":
-        return _lower_generate(model, structs, inputs, batch, sequence, anew, keeper)
+        return _lower_generate(model, structs, inputs, batch, sequence, anew, keep)
     data = first_batch(model, what, inputs, batch, sequence)
     groups = [model.trainable_variables, model.non_trainable_variables]
     if what == "train":
@@ -108,7 +109,7 @@ def lower(
         cells = {cell.cell_contents.__name__: cell for cell in _upstream.jitted_cells(function)}
         together = cells.pop("concatenate", None)
         (cell,) = cells.values()
-        lowered = _lowered(model, what, cell, (state, data), {}, keeper)
+        lowered = _lowered(f"{what} {model.name}", cell, (state, data), {}, keep)
 
     def concatenate(compiled: jax.stages.Compiled) -> None:
         # Program by which `predict`, with several steps per execution, joins their outputs.
@@ -120,18 +121,11 @@ def lower(
     return [LoweredFunction(f"{what}: {model.name} of {_text(data)}", lowered, besides)]
 
 
-def _lowered(
-    model: Any, what: str, cell: CellType, args: Any, kwargs: Any, keeper: Keeper | None
-) -> jax.stages.Lowered | jax.stages.Compiled:
-    """Lowers the jitted function in a cell, or replaces it by one that calls the program that was kept."""
-    if keeper is None:
+def _lowered(name: str, cell: CellType, args: Any, kwargs: Any, keep: Keep | None) -> Any:
+    """Lowers the jitted function in a cell, or replaces it by one that calls a loaded program."""
+    if keep is None:
         return cell.cell_contents.lower(*args, **kwargs)
-    name, decided = f"{what} {model.name}", functools.partial(decides, model)
-    with _upstream.global_draws() as draws:
-        lowered = keeper.lower(name, cell.cell_contents, args, kwargs, decided=decided, packages=PACKAGES)
-    if draws:
-        keeper.reject("its program has numbers of Keras' global seed generator in it")
-    cell.cell_contents = keeper.function
+    lowered, cell.cell_contents = keep(name, cell.cell_contents, args, kwargs)
     return lowered
 
 
@@ -187,7 +181,7 @@ def _lower_generate(
     batch: int | None,
     sequence: int | None,
     anew: bool,
-    keeper: Keeper | None,
+    keep: Keep | None,
 ) -> list[LoweredFunction]:
     """Runs `generate` up to the call that would compile, which provides the arguments."""
     given, keywords = _generate_call(task, inputs, batch, sequence)
@@ -205,7 +199,7 @@ def _lower_generate(
     with holding(structs):
         cell, args, kwargs = _upstream.call_of_jitted(function, args, kwargs)
         args, kwargs = jax.tree.map(_struct, (args, kwargs))
-        lowered = _lowered(task, "generate", cell, args, kwargs, keeper)
+        lowered = _lowered(f"generate {task.name}", cell, args, kwargs, keep)
 
     def make_texts(compiled: jax.stages.Compiled) -> None:
         # Some versions of KerasHub run small programs for this.

@@ -11,6 +11,7 @@ import enum
 import functools
 import inspect
 import os
+import re
 import sys
 import types
 from collections.abc import Mapping
@@ -27,11 +28,14 @@ PACKAGES = ("keras", "keras-hub")
 _TRUSTED = ("keras", "keras_hub")
 _WITH_CODE = (*_TRUSTED, "jax", "jaxlib", "numpy")
 _STANDARD = os.path.dirname(functools.__file__)
-_PLAIN = (type(None), str, bytes, bool, int, float, complex, np.dtype, np.ndarray, np.generic, jax.Array, enum.Enum)
+_ATOMS = (type(None), str, bytes, bool, int, float, complex, np.dtype, np.ndarray, np.generic, jax.Array, enum.Enum)
+_PLAIN = (*_ATOMS, list, tuple, Mapping, jax.sharding.Mesh)
 _BY_NAME = (type, types.FunctionType, types.BuiltinFunctionType, np.ufunc)
 # Attributes that change no program: bookkeeping by id, the compiled functions, and what runs before and after them.
 _FUNCTIONS = ("train_function", "test_function", "predict_function", "generate_function")
 _IGNORED = {"_tracker", "_nodes", "_functional_layer_ids", "preprocessor", *_FUNCTIONS}
+_UNNAMED = (keras.random.SeedGenerator, keras.KerasTensor, keras.optimizers.Optimizer)  # but by numbers, and unseeded
+_OF_UNNAMED = {"name", "_initial_seed"}
 _SMALL = 1 << 32  # larger ones are ids, by which optimizers know variables
 _TRAINED = ("regularizer", "constraint", "overwrite_with_gradient")
 _OF_VARIABLES = ("shape", "dtype", "trainable", "_autocast", "aggregation", *_TRAINED)
@@ -78,14 +82,13 @@ class _ObjectDescription(Description):
 
     def parameter(self, value: Any) -> Any:
         is_set = isinstance(value, set | frozenset)
-        if is_set and not all(isinstance(item, _PLAIN) for item in value):
+        if is_set and not all(isinstance(item, _ATOMS) for item in value):
             raise UndecidedError("it has a set of objects")
         if isinstance(value, int) and value > _SMALL:
             if value not in self._numbers:
                 raise UndecidedError("it has a large number, maybe the id of an object")
             return f"#{self._numbers[value]}"
-        plain = isinstance(value, (*_PLAIN, list, tuple, Mapping)) and not isinstance(value, keras.Variable)
-        if is_set or plain or (_root(type(value)) in ("jax", "jaxlib") and not callable(value)):
+        if is_set or isinstance(value, _PLAIN) or (_root(type(value)) in ("jax", "jaxlib") and not callable(value)):
             return super().parameter(value)
         number = self._numbers.setdefault(id(value), len(self._found))
         if number == len(self._found):
@@ -109,6 +112,10 @@ class _ObjectDescription(Description):
             return (name, *map(self.parameter, (value.func, value.args, value.keywords)))
         if isinstance(value, inspect.Signature):
             return str(value)
+        if isinstance(value, types.ModuleType):
+            return value.__name__
+        if isinstance(value, re.Pattern):
+            return (value.pattern, value.flags)
         own = [each for each in cls.__mro__ if _root(each) in _TRUSTED]
         if _root(cls) not in _TRUSTED or not all(map(self._is_written, own)):
             raise UndecidedError(f"{name} is not of Keras, or was changed")
@@ -117,8 +124,10 @@ class _ObjectDescription(Description):
             return name
         if isinstance(value, keras.Variable):
             attributes = {key: getattr(value, key, None) for key in _OF_VARIABLES}
+            if value.trainable:  # by which optimizers exclude it
+                attributes["path"] = value.path
         else:
-            ignored = _IGNORED | ({"_initial_seed"} if isinstance(value, keras.random.SeedGenerator) else set())
+            ignored = _IGNORED | (_OF_UNNAMED if isinstance(value, _UNNAMED) else set())
             attributes = {key: attribute for key, attribute in vars(value).items() if key not in ignored}
         return (name, *((key, self.parameter(attributes[key])) for key in sorted(attributes)))
 
