@@ -90,6 +90,9 @@ class Compile:
         >>> sharded.plan(compile=lm.Compile(step, batch)).parts["activations"] > 0
         True
         >>> model = sharded.materialize(compile=lm.Compile(step, batch))  # `step(model, batch)` compiles nothing now
+        >>> kept = lm.Compile(step, batch, keep="programs")  # a later process loads it from there
+        >>> kept(sharded.materialize(compile=kept), batch).shape
+        (8, 64)
         >>> forward = lm.Compile("forward", lambda tree, x: x @ tree["up"]["kernel"], batch)
         >>> list(sharded.plan(compile=forward).parts)
         ['parameters', 'activations']

@@ -4,12 +4,12 @@
 
 A Gemma `CausalLM` of 138 million parameters in float32, 0.55 GB, saved once with `save_to_preset`, on one CPU device.
 Every run is a process of its own and the ways take turns: `stock` is `from_preset` of KerasHub, `ours` is
-`lazymodel_keras.from_preset`, `compile` the same with `compile=`, `lean` that without TensorFlow (`train` needs grain
-for it), and `kept` the same with the program that an earlier process kept. `generate` is until one token is there, with
-the sampler that KerasHub takes by default, and `train` until one step of `fit` is done, with its default optimizer.
-Files are local, with the page cache warm, or behind a link of 20 ms and so many bytes a second that reading them takes
-as long as the first call of `ours` takes longer than its second one, which is what compiling costs; stock downloads
-first.
+`lazymodel_keras.from_preset`, `compile` the same with `compile=`, `lean` that without TensorFlow, scikit-learn and
+matplotlib (`train` needs grain for it), and `kept` the same with the program that an earlier process kept. `generate`
+is until one token is there, with the sampler that KerasHub takes by default, and `train` until one step of `fit` is
+done, with its default optimizer. Files are local, with the page cache warm, or behind a link of 20 ms and so many bytes
+a second that reading them takes as long as the first call of `ours` takes longer than its second one, which is what
+compiling costs; stock downloads first.
 
 Seconds are from the start of the process, as the parent sees it. Each timeline is that of the run with the median. What
 is imported before either library is at work, KerasHub and TensorFlow with it, has a bar of its own; the last figures
@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from importlib.util import find_spec
@@ -73,7 +74,12 @@ def start(way: str, task: str, where: str, tokens: int) -> dict[str, Any]:
 
     def imports() -> None:
         if way in LEAN:
+            unused = ("sklearn", "matplotlib")  # Keras imports them if they are installed
+            sys.modules.update(dict.fromkeys(unused))  # type: ignore[arg-type]
             import lazymodel_keras as lk
+
+            for name in unused:
+                del sys.modules[name]
 
             lk.leave_out_tensorflow()
         import keras_hub as keras_hub
