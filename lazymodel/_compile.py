@@ -343,7 +343,8 @@ class CompiledProgram:
         description: What it computes.
         seconds: Wall-clock seconds that compiling took, while other work was running.
         cache: `"hit"` if JAX' persistent compilation cache had it, `"miss"` if not, `""` without such a
-            cache. With `keep`, `"kept: hit"` if it was loaded, or why not: `"kept: jax 0.10.1 -> 0.10.2"`.
+            cache. With `keep`, `"kept: hit"` if it was loaded, or why not: `"kept: jax 0.10.1 -> 0.10.2"`; or why it is not kept,
+            `"not kept: it calls back into Python"`.
         memory: The compiler's numbers for its memory on each device; None if there are none.
     """
 
@@ -485,7 +486,10 @@ class Compiling:
         self._cached.discard(threading.get_ident())
         with self._timeline.span("compile", program.description):
             compiled = compile_lowered(program.lowered, program.description)
-            if keeper is not None:
+            hit = threading.get_ident() in self._cached
+            if keeper is not None and hit:  # XLA:CPU would serialize such a program without its functions
+                keeper.reject("JAX' persistent compilation cache had it; empty that cache once, or turn it off")
+            elif keeper is not None:
                 keeper.store(compiled)
             if program.besides is not None:
                 program.besides(compiled)
@@ -499,9 +503,8 @@ class Compiling:
                 needed_nbytes=memory.peak_nbytes,
                 limit_nbytes=self._limit,
             )
-        hit = threading.get_ident() in self._cached
         cache = "hit" if hit else "miss" if _CONFIG.jax_compilation_cache_dir is not None else ""
-        cache = cache if keeper is None else f"kept: {keeper.state}"
+        cache = cache if keeper is None else keeper.state
         return CompiledProgram(program.description, seconds, cache, memory)
 
     def _listen(self, event: str, **_: str | int) -> None:

@@ -38,6 +38,7 @@ _CONFIG: Any = jax.config  # its attributes are made at run time
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # environment variables that change what the compiler does
 _NO_SETTING = re.compile("cache|_log_|logging|traceback|explain")  # change no program
 _ARGUMENTS, _FUNCTION = "arguments", "the function"  # what a program is, after what is around it
+_HIT = "kept: hit"
 _SUFFIX = ".program"
 _SHORT = 40  # characters of a value that a reason may quote
 _OTHERS = 0o022  # mode bits with which others may write
@@ -119,13 +120,19 @@ def _environment(backend: Any, packages: Sequence[str]) -> dict[str, str]:
     """Everything around a program that decides it, under names for people."""
     kinds = [(each.id, each.device_kind, getattr(each, "coords", None)) for each in backend.devices()]
     return {
-        **{name: metadata.version(name) for name in ("jax", "jaxlib", "lazymodel", *packages)},
+        **{name: _version(name) for name in ("jax", "jaxlib", "lazymodel", *packages)},
         "Python": platform.python_version(),
         "devices": f"{backend.platform_version}: {kinds}",
         "processor": _processor() if backend.platform == "cpu" else "",
         **{name: os.environ.get(name, "") for name in _FLAGS},
         "jax.config": repr(_context()),
     }
+
+
+def _version(package: str) -> str:
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return "not installed"
 
 
 def _processor() -> str:
@@ -277,7 +284,7 @@ class Keeper:
     """One program: loaded from a folder, or kept there after it was compiled.
 
     Attributes:
-        state: `"hit"`, or why nothing was loaded.
+        state: `"kept: hit"`, or why nothing was loaded or kept.
         function: The function to call, which calls the loaded program if there is one; from `lower` on.
     """
 
@@ -317,7 +324,7 @@ class Keeper:
             except UndecidedError:
                 identity = ""
             if not identity:
-                traced = function.trace(*args, **kwargs)
+                traced = function.trace(*args, **kwargs) if hasattr(function, "trace") else None
                 if not isinstance(traced, jax.stages.Traced):
                     raise LazyModelError(
                         f"keep= is for functions of jax.jit, and {name} is of {type(function).__module__}: pass "
@@ -327,7 +334,7 @@ class Keeper:
             self._find(name, identity, traced, packages)
         except UndecidedError as error:
             self.reject(str(error))
-        if self.state == "hit":
+        if self.state == _HIT:
             return self.function._compiled
         lowered = function.lower(*args, **kwargs) if traced is None else traced.lower()
         if self._parts is not None:
@@ -339,7 +346,7 @@ class Keeper:
 
     def reject(self, reason: str) -> None:
         """The program is not kept."""
-        self._parts, self.state = None, f"not kept, since {reason}"
+        self._parts, self.state = None, f"not kept: {reason}"
 
     def _find(self, name: str, identity: str, traced: Any, packages: Sequence[str]) -> None:
         every, tree = jax.tree.flatten((self._args, dict(self._kwargs)))
@@ -356,7 +363,7 @@ class Keeper:
         parts = {**_environment(backend, packages), _ARGUMENTS: arguments, _FUNCTION: identity}
         parts = {key: value if len(value) <= _SHORT else _digest(value) for key, value in parts.items()}
         self._parts = parts
-        slot = re.sub(r"\W+", "_", name)
+        slot = re.sub(r"\W+", "_", name)[:80]
         self._path = self._folder / f"{slot}-{_digest(json.dumps(parts))[:32]}{_SUFFIX}"
         try:
             found, program = _read(self._path)
@@ -369,13 +376,13 @@ class Keeper:
                 payload, in_tree, out_tree, backend, [devices[each] for each in ids]
             )
             self.function = KeptFunction(self.function, compiled, places, self._args, self._kwargs)
-            self.state = "hit"
+            self.state = _HIT
         except FileNotFoundError:
-            self.state = self._difference(slot)
+            self.state = f"kept: {self._difference(slot)}"
         except LazyModelError:
             raise
         except Exception as error:
-            self.state = f"{self._path.name} cannot be loaded: {error}"
+            self.state = f"kept: {self._path.name} cannot be loaded: {error}"
 
     def _difference(self, slot: str) -> str:
         """Why none of the kept programs is this one: how the most similar one differs."""
@@ -392,7 +399,7 @@ class Keeper:
 
     def store(self, compiled: jax.stages.Compiled) -> None:
         """Keeps a program that was compiled; a failure is noted in `state`, and does no harm."""
-        if self._parts is None or self.state == "hit":
+        if self._parts is None or self.state == _HIT:
             return
         try:
             payload, in_tree, out_tree = serialize_executable.serialize(compiled)

@@ -132,6 +132,11 @@ def start(way: str, task: str, where: str, tokens: int) -> dict[str, Any]:
     return {"spans": spans, "started": STARTED, "result": result, "compiles": compiles, **times}
 
 
+def runs_here(way: str, task: str) -> bool:
+    """Returns True unless KerasHub needs grain, and it is not installed."""
+    return way not in LEAN or task != "train" or find_spec("grain") is not None
+
+
 def run(*given: object, **env: str) -> dict[str, Any]:
     """A child's answer, its moments in seconds since its process was started."""
     with tempfile.TemporaryDirectory() as downloads:
@@ -175,6 +180,8 @@ def main() -> None:
             bandwidths[task] = saved["nbytes"] / (calibrating["done"] - calibrating["loaded"] - calibrating["again"])
         os.environ["KEEP"] = str(Path(temporary) / "kept")
         for task in chosen(TASKS) if "kept" in chosen(WAYS) else ():
+            if not runs_here("kept", task):
+                continue
             run("kept", task, folder, saved["tokens"])
         for _ in range(options.runs):
             for task in chosen(TASKS):
@@ -182,7 +189,7 @@ def main() -> None:
                 for place in chosen(PLACES):
                     where = str(folder) if place == "local" else server.url("gemma")
                     for way in chosen(WAYS):
-                        if way in LEAN and task == "train" and find_spec("grain") is None:
+                        if not runs_here(way, task):
                             continue
                         found = run(way, task, where, saved["tokens"], NAMES=json.dumps(names))
                         runs.setdefault((task, place, way), []).append(found)
