@@ -343,8 +343,8 @@ class CompiledProgram:
         description: What it computes.
         seconds: Wall-clock seconds that compiling took, while other work was running.
         cache: `"hit"` if JAX' persistent compilation cache had it, `"miss"` if not, `""` without such a
-            cache. With `keep`, `"kept: hit"` if it was loaded, or why not: `"kept: jax 0.10.1 -> 0.10.2"`; or why it is not kept,
-            `"not kept: it calls back into Python"`.
+            cache. With `keep`, `"kept: hit"` if it was loaded, or why not: `"kept: jax 0.10.1 -> 0.10.2"`; or why it is
+            not kept: `"not kept: it calls back into Python"`.
         memory: The compiler's numbers for its memory on each device; None if there are none.
     """
 

@@ -277,7 +277,9 @@ def _write(path: Path, parts: Mapping[str, str], program: bytes) -> None:
 
 
 def _change(name: str, before: str, now: str) -> str:
-    return f"{name} {before} -> {now}" if max(len(before), len(now)) <= _SHORT else f"{name} changed"
+    return (
+        f"{name} {before or 'none'} -> {now or 'none'}" if max(len(before), len(now)) <= _SHORT else f"{name} changed"
+    )
 
 
 class Keeper:

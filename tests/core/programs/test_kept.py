@@ -140,7 +140,7 @@ def named(version: str) -> Callable[[str], str]:
     ("change", "reason"),
     [
         (lambda patch: patch.setattr("importlib.metadata.version", named("0.0.1")), r"jaxlib [\d.]+ -> 0\.0\.1"),
-        (lambda patch: patch.setenv("LIBTPU_INIT_ARGS", "--a"), "LIBTPU_INIT_ARGS  -> --a"),
+        (lambda patch: patch.setenv("LIBTPU_INIT_ARGS", "--a"), "LIBTPU_INIT_ARGS none -> --a"),
         (lambda patch: patch.setenv("XLA_FLAGS", "--xla_b=" + 40 * "c"), "XLA_FLAGS changed"),
         (lambda patch: {"settings": jax.numpy_rank_promotion("warn")}, "jax.config changed"),
         (lambda patch: {"step": make(3.0)}, "the function changed"),
