@@ -349,16 +349,12 @@ class Canonical:
                 hash(value)
             except TypeError:
                 return self.identity(value)
-            return (self.identity(type(value)), self.value(value))
+            return (self.identity(type(value)), value)
         return self.identity(value)
 
     def identity(self, value: object) -> Hashable:
         """The form of a type, a primitive, and anything unknown."""
         return _Identity(value)
-
-    def value(self, value: Any) -> Hashable:
-        """The form of a value object of JAX."""
-        return value
 
     def _array(self, value: Any) -> Hashable:
         if is_key(value.dtype):

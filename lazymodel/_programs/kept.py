@@ -40,8 +40,12 @@ _NO_SETTING = re.compile("cache|_log_|logging|traceback|explain")  # change no p
 _ARGUMENTS, _FUNCTION = "arguments", "the function"  # what a program is, after what is around it
 _HIT = "kept: hit"
 _SUFFIX = ".program"
-_SHORT = 40  # characters of a value that a reason may quote
+_SHORT = 60  # characters of values that a reason may quote; longer ones are hashed
 _OTHERS = 0o022  # mode bits with which others may write
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 class UndecidedError(Exception):
@@ -64,8 +68,15 @@ class Description(Canonical):
     def jaxpr(self, closed: Any) -> Any:
         known = super().jaxpr(closed)
         if isinstance(known.form, tuple):  # shared ones are described once
-            known.form = hashlib.sha256(repr(known.form).encode()).hexdigest()
+            known.form = _digest(self.text(known.form))
         return known.form
+
+    def text(self, form: Any) -> str:
+        """A form as text. Raises UndecidedError if objects without a text of their own are in it."""
+        text = repr(form)
+        if (found := re.search(r"<[^<]* at 0x[^>]*>", text)) is not None:
+            raise UndecidedError(f"it uses {found[0]}")
+        return text
 
     def parameter(self, value: Any) -> Any:
         if isinstance(value, set | frozenset):
@@ -77,15 +88,6 @@ class Description(Canonical):
             return ("mesh", ids, str(value))
         return super().parameter(value)
 
-    def value(self, value: Any) -> Any:
-        if " at 0x" in (text := repr(value)):
-            raise UndecidedError(f"it uses {text}")
-        return text
-
-    def aval(self, aval: Any) -> Any:
-        form: Any = super().aval(aval)
-        return (*form[:3], str(getattr(aval, "sharding", None)))
-
     def traced(self, traced: Any) -> str:
         """A function that was traced, with everything that `jax.jit` was given.
 
@@ -95,11 +97,7 @@ class Description(Canonical):
         if any("callback" in eqn.primitive.name for eqn in equations(traced.jaxpr)):
             raise UndecidedError("it calls back into Python")
         # Donations, shardings, layouts and compiler options are with the jaxpr; JAX has no public name for them.
-        return repr(self.parameter(sorted(traced._params.items())))
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+        return self.text(self.parameter(sorted(traced._params.items())))
 
 
 # What decides a program -----------------------------------------------------------------------------------------------
@@ -110,10 +108,10 @@ def _is_setting(name: str) -> bool:
     return _NO_SETTING.search(name) is None
 
 
-def _context() -> tuple[dict[str, Any], Any, Any]:
+def _context() -> tuple[dict[str, Any], Any]:
     """Settings of JAX in this thread and context, under which it would compile something else."""
     settings = {name: value for name, value in _CONFIG.values.items() if _is_setting(name)}
-    return settings, jax.sharding.get_abstract_mesh(), _CONFIG.jax_default_device
+    return settings, jax.sharding.get_abstract_mesh()
 
 
 def _environment(backend: Any, packages: Sequence[str]) -> dict[str, str]:
@@ -158,12 +156,16 @@ def _leaf(leaf: Any) -> tuple[Any, ...]:
     return given.shape, given.dtype, bool(getattr(given, "weak_type", False)), given.sharding if committed else None
 
 
+def _layout(leaf: Any) -> Any:
+    return None if _leaf(leaf)[3] is None else leaf.format.layout
+
+
 def _fits(leaf: Any, expected: tuple[Any, ...], layout: Any) -> bool:
     found = _leaf(leaf)
     if found[:3] != expected[:3] or (found[3] is None) != (expected[3] is None):
         return False
     same = found[3] is expected[3] or found[3] == expected[3] or found[3].is_equivalent_to(expected[3], len(found[0]))
-    return same and (layout is None or leaf.format.layout == layout)
+    return same and (layout is None or _layout(leaf) == layout)
 
 
 def _static(args: Sequence[Any], dynamic: Sequence[Any]) -> tuple[int, ...]:
@@ -195,12 +197,7 @@ class KeptFunction:
         self._names = set(compiled.args_info[1])
         self._fixed, given = self._divided(args, kwargs)
         leaves, self._tree = jax.tree.flatten(given)
-        layouts = [getattr(getattr(leaf, "format", None), "layout", None) for leaf in leaves]
-        structs = [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
-        self._expected = [
-            (_leaf(leaf), layout if struct else None)
-            for leaf, layout, struct in zip(leaves, layouts, structs, strict=True)
-        ]
+        self._expected = [(_leaf(leaf), _layout(leaf)) for leaf in leaves]
         self._context = _context()
 
     def _divided(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -277,9 +274,7 @@ def _write(path: Path, parts: Mapping[str, str], program: bytes) -> None:
 
 
 def _change(name: str, before: str, now: str) -> str:
-    return (
-        f"{name} {before or 'none'} -> {now or 'none'}" if max(len(before), len(now)) <= _SHORT else f"{name} changed"
-    )
+    return f"{name} {before or 'none'} -> {now or 'none'}" if len(before + now) <= _SHORT else f"{name} changed"
 
 
 class Keeper:
@@ -321,10 +316,10 @@ class Keeper:
         try:
             if jax.process_count() > 1:
                 raise UndecidedError("there is more than one process")
-            try:
-                identity, self._trees = "model: " + decided() if decided else "", True
-            except UndecidedError:
-                identity = ""
+            identity = ""
+            if decided is not None:
+                with contextlib.suppress(UndecidedError):
+                    identity = "model: " + decided()
             if not identity:
                 traced = function.trace(*args, **kwargs) if hasattr(function, "trace") else None
                 if not isinstance(traced, jax.stages.Traced):
@@ -332,7 +327,8 @@ class Keeper:
                         f"keep= is for functions of jax.jit, and {name} is of {type(function).__module__}: pass "
                         "jax.jit of a function of its arrays, as Compile(...).of(flax.nnx.split) does"
                     )
-                identity, self._trees = Description().traced(traced), False
+                identity = Description().traced(traced)
+            self._trees = traced is None  # a later process has no trace, from which to take them
             self._find(name, identity, traced, packages)
         except UndecidedError as error:
             self.reject(str(error))
@@ -354,10 +350,10 @@ class Keeper:
         every, tree = jax.tree.flatten((self._args, dict(self._kwargs)))
         leaves, describe = [leaf for leaf in every if _is_array(leaf)], Description()
         forms = [(*_leaf(leaf)[:3], describe.parameter(_leaf(leaf)[3])) for leaf in leaves]
-        layouts = [str(leaf.format.layout) for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
-        arguments = repr((forms, layouts))
-        if traced is None:  # the values of static arguments, and the structure of the results, follow from it
-            identity += repr((tree, [describe.parameter(leaf) for leaf in every if not hasattr(leaf, "dtype")]))
+        arguments = describe.text((forms, list(map(_layout, leaves))))
+        if traced is None:  # the structure and static arguments; a trace has them
+            values = [describe.parameter(leaf) for leaf in every if not hasattr(leaf, "dtype")]
+            identity += describe.text((tree, values))
         default = _CONFIG.jax_default_device  # a device, the name of a platform, or None
         committed = [device for each in map(_leaf, leaves) if each[3] for device in each[3].device_set]
         (device, *_) = committed or ([default] if hasattr(default, "client") else jax.devices(default))
@@ -405,7 +401,7 @@ class Keeper:
             return
         try:
             payload, in_tree, out_tree = serialize_executable.serialize(compiled)
-            trees = (in_tree, out_tree) if self._trees else None  # those of a traced function may not be pickled
+            trees = (in_tree, out_tree) if self._trees else None
             executable: Any = compiled.runtime_executable()
             ids = [device.id for device in executable.local_devices()]
             _write(self._path, self._parts, pickle.dumps((payload, trees, self._places, ids)))

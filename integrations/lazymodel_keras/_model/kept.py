@@ -74,11 +74,11 @@ class _ObjectDescription(Description):
         self._found: list[Any] = []  # kept alive, so that no id is used again
         self._is_written = functools.cache(_is_written)  # for one description, since methods may be replaced any time
 
-    def text(self, *roots: Any) -> str:
+    def graph(self, *roots: Any) -> str:
         """Everything that can be reached from some objects. Raises UndecidedError if a part is unknown."""
-        parts = [repr(self.parameter(roots))]
-        parts += (repr(self._content(value)) for value in self._found)  # grows meanwhile
-        return "\n".join(parts)
+        parts = [self.parameter(roots)]
+        parts += map(self._content, self._found)  # grows meanwhile
+        return self.text(parts)
 
     def parameter(self, value: Any) -> Any:
         is_set = isinstance(value, set | frozenset)
@@ -136,4 +136,4 @@ def decides(model: Any) -> str:
     """A text that decides what the functions of a model compute. Raises UndecidedError if there is none."""
     settings = keras.config.floatx(), keras.config.epsilon(), keras.config.image_data_format()
     settings += keras.config.is_flash_attention_enabled(), keras.config.is_nnx_enabled()
-    return _ObjectDescription().text(model, settings, keras.distribution.distribution())
+    return _ObjectDescription().graph(model, settings, keras.distribution.distribution())
