@@ -110,7 +110,7 @@ class _ObjectDescription(Description):
             return (name, self.parameter(value.__func__), self.parameter(value.__self__))
         if isinstance(value, functools.partial):
             return (name, *map(self.parameter, (value.func, value.args, value.keywords)))
-        if isinstance(value, inspect.Signature):
+        if isinstance(value, inspect.Signature | slice | range | types.EllipsisType):
             return str(value)
         if isinstance(value, types.ModuleType):
             return value.__name__
