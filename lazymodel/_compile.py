@@ -63,6 +63,7 @@ class Compile:
             lowering and compiling, if versions, devices, settings, arguments and function are the same; call the
             `Compile` itself instead of the function then: `compiled(model, *inputs)`. A Keras model's own methods call
             the loaded program by themselves. Programs are code: a folder or file that other users may write to raises.
+            Plans do not use it.
         *inputs: The further arguments of the call: arrays, or `jax.ShapeDtypeStruct`s. An input that will be committed
             to devices (by `jax.device_put` to a sharding, or as another function's result) must be so now, as an array
             or by the struct's sharding; NumPy arrays, and results of `jnp.asarray` or `jax.random.key`, are not.
