@@ -208,14 +208,14 @@ def jitted_cells(function: Callable[..., Any]) -> list[CellType]:
     return found
 
 
-def call_of_jitted(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-    """The jitted function that a function calls with these arguments, and the arguments of that call; runs nothing."""
+def call_of_jitted(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[CellType, Any, Any]:
+    """The cell of the jitted function that a function calls, and the arguments of that call; runs nothing."""
     (cell,) = jitted_cells(function)
     jitted, cell.cell_contents = cell.cell_contents, called
     try:
         function(*args, **kwargs)
     except Called as call:
-        return jitted, *call.arguments
+        return cell, *call.arguments
     finally:
         cell.cell_contents = jitted
     raise AssertionError(f"{function} did not call {jitted}")
@@ -308,6 +308,12 @@ def classes_defining(method: str) -> list[Any]:
     bases = [hub.models.Backbone, hub.models.Task, hub.models.Preprocessor, hub.tokenizers.Tokenizer]
     bases += [getattr(hub.layers, f"{kind}Converter", None) for kind in ("Audio", "Image", "Video")]
     return [cls for cls in bases if cls is not None and method in vars(cls)]
+
+
+def preprocessing_classes() -> tuple[type, ...]:
+    """KerasHub's classes of what runs before and after compiled functions; none without KerasHub."""
+    hub = sys.modules.get("keras_hub")
+    return () if hub is None else (hub.models.Preprocessor, hub.tokenizers.Tokenizer)
 
 
 def set_lora_layers(backbone: Any, positions: list[int], rank: int) -> None:

@@ -20,6 +20,7 @@ from jax.sharding import Sharding
 from lazymodel._abstract.pairs import LoraPair, named_pairs
 from lazymodel._abstract.variable import AbstractVariable, automatic, on_device, path_text
 from lazymodel._errors import LazyModelError
+from lazymodel._programs.kept import Keeper
 from lazymodel._programs.programs import InitRecipe, ProgramCache
 from lazymodel._show.progress import Span
 from lazymodel._show.text import closest
@@ -40,6 +41,7 @@ class _Outline(jax.Array):
     ndim: Any = property(lambda self: self._struct.ndim)
     size: Any = property(lambda self: self._struct.size)
     weak_type: Any = property(lambda self: self._struct.weak_type)
+    committed: Any = property(lambda self: self._struct.sharding is not None)
     sharding: Any = property(lambda self: self._struct.sharding)
     format: Any = property(lambda self: self._struct.format)
 
@@ -130,7 +132,7 @@ class LoweredFunction:
     """A program that will be run, not compiled yet."""
 
     description: str  # what it computes, as text, such as "predict: gemma of 1 × 128 int32"
-    lowered: jax.stages.Lowered
+    lowered: jax.stages.Lowered | jax.stages.Compiled  # compiled if it was kept by an earlier process
     # Takes the compiled program, and compiles small ones that are run with it, for example by running them on zeros.
     besides: Callable[[jax.stages.Compiled], object] | None = None
 
@@ -192,6 +194,7 @@ class Framework:
         inputs: Sequence[Any] = (),
         batch: int | None,
         sequence: int | None,
+        keeper: Keeper | None = None,
     ) -> Sequence[LoweredFunction]:
         """The programs of the model's own functions, traced and lowered; once they are compiled, the first call of the
         functions compiles nothing.
@@ -202,6 +205,7 @@ class Framework:
             inputs: Arguments of the future call; empty if the framework can infer them.
             batch: Batch size; None is the framework's default.
             sequence: Sequence length; None likewise.
+            keeper: Lowers them, or loads what was kept; None lowers.
 
         Raises:
             LazyModelError: The model has no such function, or does not define its inputs.

@@ -547,8 +547,10 @@ def compile_memory(function: Callable[..., Any], *args: Any, donate: Sequence[in
     return memory_of(compiled, time.perf_counter() - start)
 
 
-def compile_lowered(lowered: jax.stages.Lowered, name: str) -> jax.stages.Compiled:
+def compile_lowered(lowered: jax.stages.Lowered | jax.stages.Compiled, name: str) -> jax.stages.Compiled:
     """The compiled program. Raises the errors of `compile_memory` if the compiler rejects it."""
+    if isinstance(lowered, jax.stages.Compiled):  # loaded
+        return lowered
     try:
         return lowered.compile()
     except jax.errors.JaxRuntimeError as error:

@@ -294,7 +294,7 @@ class Canonical:
         )
         outs = tuple(self.aval(var.aval) for var in eqn.outvars)
         # Primitives have names, but two libraries may use the same one.
-        return (eqn.primitive.name, _Identity(eqn.primitive), params, outs, self.context(eqn))
+        return (eqn.primitive.name, self.identity(eqn.primitive), params, outs, self.context(eqn))
 
     def jaxpr(self, closed: Any) -> Interned:
         """A whole jaxpr, its variables numbered in order of appearance."""
@@ -328,12 +328,12 @@ class Canonical:
         if isinstance(value, (jex.Jaxpr, jex.ClosedJaxpr)):
             return self.jaxpr(value)
         if isinstance(value, enum.Enum):
-            return (_Identity(type(value)), value.name)
+            return (self.identity(type(value)), value.name)
         if type(value) in (bool, int, float, complex):
             return (type(value).__name__, repr(value))  # `repr` distinguishes 0.0 and -0.0, and nan equals itself
         if isinstance(value, (tuple, list)):
             items = cast("Sequence[Any]", value)
-            return (_Identity(type(items)), *(self.parameter(item) for item in items))
+            return (self.identity(type(items)), *(self.parameter(item) for item in items))
         if isinstance(value, Mapping):
             pairs = cast("Mapping[Any, Any]", value).items()
             return ("mapping", *((self.parameter(key), self.parameter(item)) for key, item in pairs))
@@ -348,8 +348,12 @@ class Canonical:
             try:
                 hash(value)
             except TypeError:
-                return _Identity(value)
-            return (_Identity(type(value)), value)
+                return self.identity(value)
+            return (self.identity(type(value)), value)
+        return self.identity(value)
+
+    def identity(self, value: object) -> Hashable:
+        """The form of a type, a primitive, and anything unknown."""
         return _Identity(value)
 
     def _array(self, value: Any) -> Hashable:

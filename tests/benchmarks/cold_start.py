@@ -4,11 +4,12 @@
 
 A Gemma `CausalLM` of 138 million parameters in float32, 0.55 GB, saved once with `save_to_preset`, on one CPU device.
 Every run is a process of its own and the ways take turns: `stock` is `from_preset` of KerasHub, `ours` is
-`lazymodel_keras.from_preset`, `compile` the same with `compile=`, and `lean` that without TensorFlow (`train` needs
-grain for it). `generate` is until one token is there, with the
-sampler that KerasHub takes by default, and `train` until one step of `fit` is done, with its default optimizer. Files
-are local, with the page cache warm, or behind a link of 20 ms and so many bytes a second that reading them takes as
-long as the first call of `ours` takes longer than its second one, which is what compiling costs; stock downloads first.
+`lazymodel_keras.from_preset`, `compile` the same with `compile=`, `lean` that without TensorFlow, scikit-learn and
+matplotlib (`train` needs grain for it), and `kept` the same with the program that an earlier process kept. `generate`
+is until one token is there, with the sampler that KerasHub takes by default, and `train` until one step of `fit` is
+done, with its default optimizer. Files are local, with the page cache warm, or behind a link of 20 ms and so many bytes
+a second that reading them takes as long as the first call of `ours` takes longer than its second one, which is what
+compiling costs; stock downloads first.
 
 Seconds are from the start of the process, as the parent sees it. Each timeline is that of the run with the median. What
 is imported before either library is at work, KerasHub and TensorFlow with it, has a bar of its own; the last figures
@@ -20,6 +21,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from importlib.util import find_spec
@@ -33,7 +35,8 @@ import _measure  # noqa: E402
 from tests.sentence_piece import WORDS, gemma_vocabulary  # noqa: E402
 
 LATENCY = 0.02  # seconds
-WAYS = ("stock", "ours", "compile", "lean")
+WAYS = ("stock", "ours", "compile", "lean", "kept")
+LEAN = ("lean", "kept")
 TASKS = ("generate", "train")
 PLACES = ("local", "bucket")
 MEASURED = ("begun", "loaded", "done", "again", "cpu")  # seconds
@@ -70,8 +73,13 @@ def start(way: str, task: str, where: str, tokens: int) -> dict[str, Any]:
         return result
 
     def imports() -> None:
-        if way == "lean":
+        if way in LEAN:
+            unused = ("sklearn", "matplotlib")  # Keras imports them if they are installed
+            sys.modules.update(dict.fromkeys(unused))  # type: ignore[arg-type]
             import lazymodel_keras as lk
+
+            for name in unused:
+                del sys.modules[name]
 
             lk.leave_out_tensorflow()
         import keras_hub as keras_hub
@@ -95,9 +103,10 @@ def start(way: str, task: str, where: str, tokens: int) -> dict[str, Any]:
         import lazymodel_keras as lk
         from lazymodel._show import clock
 
+        keep = os.environ["KEEP"] if way == "kept" else None
         wanted = {
-            "generate": lm.Compile("generate", batch=1, sequence=tokens + 1),
-            "train": lm.Compile("train", batch=1),
+            "generate": lm.Compile("generate", batch=1, sequence=tokens + 1, keep=keep),
+            "train": lm.Compile("train", batch=1, keep=keep),
         }
         options = {} if way == "ours" else {"compile": wanted[task]}
         reports: list[lm.LoadReport] = []
@@ -121,6 +130,11 @@ def start(way: str, task: str, where: str, tokens: int) -> dict[str, Any]:
     again = time.monotonic() - done
     times = {"begun": begun, "loaded": loaded, "done": done, "again": again, "cpu": cpu}
     return {"spans": spans, "started": STARTED, "result": result, "compiles": compiles, **times}
+
+
+def runs_here(way: str, task: str) -> bool:
+    """Returns True unless KerasHub needs grain, and it is not installed."""
+    return way not in LEAN or task != "train" or find_spec("grain") is not None
 
 
 def run(*given: object, **env: str) -> dict[str, Any]:
@@ -164,12 +178,19 @@ def main() -> None:
         for task in chosen(TASKS) if "bucket" in chosen(PLACES) else ():
             calibrating = run("ours", task, folder, saved["tokens"])
             bandwidths[task] = saved["nbytes"] / (calibrating["done"] - calibrating["loaded"] - calibrating["again"])
+        os.environ["KEEP"] = str(Path(temporary) / "kept")
+        for task in chosen(TASKS) if "kept" in chosen(WAYS) else ():
+            if not runs_here("kept", task):
+                continue
+            run("kept", task, folder, saved["tokens"])
         for _ in range(options.runs):
             for task in chosen(TASKS):
                 server.configure(bandwidth=bandwidths.get(task), latency=LATENCY)
                 for place in chosen(PLACES):
                     where = str(folder) if place == "local" else server.url("gemma")
-                    for way in chosen(WAYS if task == "generate" or find_spec("grain") else WAYS[:3]):
+                    for way in chosen(WAYS):
+                        if not runs_here(way, task):
+                            continue
                         found = run(way, task, where, saved["tokens"], NAMES=json.dumps(names))
                         runs.setdefault((task, place, way), []).append(found)
     show(runs, saved["nbytes"], bandwidths, as_json=options.json)
@@ -214,8 +235,8 @@ def show(
                 f": stock takes {values['stock']['done'] / values['compile']['done']:.2f} × as long as compile", end=""
             )
             print(f", {after['stock'] / after['compile']:.2f} × after imports", end="")
-            if "lean" in values:
-                print(f", and {values['stock']['done'] / values['lean']['done']:.2f} × as long as lean", end="")
+            for way in (way for way in LEAN if way in values):
+                print(f", {values['stock']['done'] / values[way]['done']:.2f} × as long as {way}", end="")
         print()
         load = values["ours"]["loaded"] - values["ours"]["begun"]
         compiling = after["ours"] - load - values["ours"]["again"]
