@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +175,18 @@ def test_weights_only_into_another_instance(name: str, saved: tuple[Path, keras.
     assert [bits(v).tolist() for v in model.variables if "seed_generator" in v.path] == [r.tolist() for r in random]
 
 
-@pytest.mark.parametrize("name", [ORBAX, "keras"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        ORBAX,
+        pytest.param(
+            "keras",
+            marks=pytest.mark.skipif(
+                (3, 13) <= sys.version_info < (3, 13, 2), reason="zipfile of 3.13.0 loses its place (cpython gh-127847)"
+            ),
+        ),
+    ],
+)
 def test_load_model(name: str, saved: tuple[Path, keras.Model], mesh42: Mesh) -> None:
     folder, source = saved
     reports: list[lm.LoadReport] = []

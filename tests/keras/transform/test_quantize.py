@@ -286,7 +286,13 @@ def layers(dtype: str) -> keras.Model:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "how", ["int8", "float8", *(pytest.param(how, marks=blocks) for how in ("int4", Int4(block_size=24)))], ids=str
+    "how",
+    [
+        "int8",
+        "float8",
+        pytest.param("int4", marks=blocks),
+        pytest.param(Int4(block_size=24), marks=blocks, id="blocks"),
+    ],
 )
 def test_a_sampler_is_quantized_on_the_way(mesh8: Mesh, how: Any, dtype: str) -> None:
     here, there = (Mesh(half, ("model",)) for half in np.split(mesh8.devices.ravel(), 2))
