@@ -381,7 +381,7 @@ def _completion(arguments: argparse.Namespace) -> int:
         import shtab
     except ImportError as error:
         raise LazyModelError("completion needs shtab: pip install shtab") from error
-    print(shtab.complete(_make_parser()[0], arguments.shell))
+    print_text(shtab.complete(_make_parser()[0], arguments.shell))
     return 0
 
 

@@ -33,6 +33,7 @@ from lazymodel._cli.output import (
     check_page,
     dtype_name,
     imported,
+    in_options,
     is_imported,
     print_json,
     show,
@@ -333,5 +334,5 @@ def _sharded(model: AbstractModel[Any], mesh: Any, rules: Any) -> AbstractModel[
         warnings.simplefilter("always", LazyModelWarning)
         sharded = model.shard(mesh, rules)
     for warning in [] if automatic else caught:
-        print(f"lazymodel: warning: {warning.message}", file=sys.stderr)
+        print(f"lazymodel: warning: {in_options(str(warning.message), {})}", file=sys.stderr)
     return sharded

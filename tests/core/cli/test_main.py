@@ -308,6 +308,17 @@ def test_stats(tmp_path, capsys):
     assert main(["stats", str(path), "--include", "c*"]) == 2
 
 
+def test_warnings_of_rules_are_shown(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    make = "import jax.numpy as jnp\n\ndef make():\n    return {name: jnp.zeros((512, 1024)) for name in ('a', 'b')}\n"
+    (tmp_path / "two_variables.py").write_text(make)
+    (tmp_path / "rules.json").write_text('{"a": "model"}')
+    assert main(["plan", "two_variables:make", "--mesh", "model=8", "--rules", "rules.json"]) == 0
+    out, err = capsys.readouterr()
+    assert err.startswith("lazymodel: warning: 1 variable") and err.endswith("Add a rule for them ([] replicates).\n")
+    assert "P('model')" in out
+
+
 def test_hints_name_options(factory, capsys):
     assert main(["plan", factory, "--mesh", "model=8"]) == 0
     out = " ".join(capsys.readouterr().out.split())
