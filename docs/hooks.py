@@ -31,7 +31,7 @@ def on_files(files: Files, config) -> Files:
             files.append(File.generated(config, f"more/{path.stem}_notebook.md", content=_notebook(path)))
         elif path.is_file():
             files.append(File.generated(config, f"more/{path.name}", abs_src_path=str(path)))
-    for package in ("lazymodel", "lazymodel_keras"):
+    for package in ("lazymodel", "lazymodel_keras", "lazymodel_flax"):
         files.append(File.generated(config, f"reference/{package}.md", content=_reference(package)))
     return files
 
@@ -75,10 +75,11 @@ def _reference(package: str) -> str:
     """A page with the exports of a package."""
     module = importlib.import_module(package)
     lines = [f"# {package}", "", f"::: {package}", "    options: {members: false, show_root_heading: false}", ""]
-    for name in sorted(module.__all__, key=str.lower):
+    for name in sorted(set(module.__all__) - {"adapter"}, key=str.lower):  # build_abstract finds the adapter by itself
         value = getattr(module, name)
         path = value.__name__ if inspect.ismodule(value) else f"{package}.{name}"
-        lines += [f"::: {path}", "    options: {heading_level: 2}", ""]
+        again = ", members: false" if hasattr(value, "__path__") else ""  # it exports names of this page again
+        lines += [f"::: {path}", f"    options: {{heading_level: 2{again}}}", ""]
         if name == "AbstractModel":  # its steps are functions of other modules
             for method, function in vars(value).items():
                 if inspect.isfunction(function) and method[0] != "_" and function.__module__ != value.__module__:

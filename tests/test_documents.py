@@ -130,7 +130,7 @@ def test_code_of_a_page_runs(name: str, pages_ran: tuple[dict[str, int], str]) -
 
 def test_notebooks_are_as_their_readers_see_them() -> None:
     """With what they show, which is tables and no trouble, small, and nothing of the machine that ran them."""
-    assert len(NOTEBOOKS) == 3
+    assert len(NOTEBOOKS) == 5
     for name, notebook in NOTEBOOKS.items():
         outputs = [output for cell in cells(notebook) for output in cell["outputs"]]
         assert any("text/html" in output.get("data", {}) for output in outputs)

@@ -17,7 +17,7 @@ import os
 import platform
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,24 +32,26 @@ from lazymodel._cli.output import (
     check_page,
     dtype_name,
     imported,
+    in_options,
     print_json,
     show,
     storage_options,
 )
-from lazymodel._cli.plan import add_plan
+from lazymodel._cli.plan import add_explain, add_plan
 from lazymodel._devices.hardware import device_memory, libtpu_environment
 from lazymodel._errors import DoesNotFitError, LazyModelError, is_library
 from lazymodel._mapping.table import WeightMap
 from lazymodel._programs.jaxprs import CONFIG
 from lazymodel._remote.url import is_url, shown
-from lazymodel._save.save import convert
+from lazymodel._save.save import convert, selected
 from lazymodel._show.table import Column, Table, print_text
-from lazymodel._show.text import format_bytes, listed, plural, quiet_tensorflow
+from lazymodel._show.text import closest, format_bytes, listed, plural, quiet_tensorflow
 from lazymodel._tensors.buffers import available_memory, cores, default_budget
 from lazymodel._version import VERSION
 from lazymodel.checkpoints import open_checkpoint
 from lazymodel.checkpoints._open import Problem, inspect_checkpoint
 from lazymodel.research._diff import diff
+from lazymodel.research._statistics import statistics
 
 _DESCRIPTION = """\
 Converts a checkpoint, a chunk of a tensor at a time: it needs neither devices nor memory for the model. Quantized
@@ -194,6 +196,42 @@ def _diff(arguments: argparse.Namespace) -> int:
         found = diff(a, b, tolerance=arguments.tolerance)
     show(arguments, "diff", found)
     return 1 if found else 0
+
+
+def _add_stats(commands: Any) -> None:
+    description = (
+        "Prints mean, deviation, range and spectral norm of every tensor, read one at a time. Exit status: 0; 1 if a "
+        "number is NaN or infinite; 2 the checkpoint cannot be read."
+    )
+    help = "statistics of a checkpoint's values; finds numbers that are not finite"
+    example = "example: lazymodel stats model.safetensors --include '*mlp*' --plot stats.png"
+    option = add_command(commands, "stats", _stats, help, description, example)
+    option("checkpoint", "CHECKPOINT", "a file, a folder or a URL, as for lazymodel.open_checkpoint")
+    option(*STORAGE_OPTION, action="append")
+    option(*JSON)
+    option("--include", "GLOB", "only tensors with such names", action="append")
+    option("--exclude", "GLOB", "omit tensors with such names", action="append")
+    option("--stacked", "REGEX", "tensors with all layers along their first axis, which are measured one by one")
+    option(
+        "--no-spectral", None, "no spectral norms, which take most of the time", dest="spectral", action="store_false"
+    )
+    option("--plot", "FILE", "also draw deviation and spectral norm over depth; needs matplotlib")
+
+
+def _stats(arguments: argparse.Namespace) -> int:
+    with open_checkpoint(arguments.checkpoint, storage_options(arguments)) as checkpoint:
+        names = selected(list(checkpoint), arguments.include or (), arguments.exclude or ())
+        tensors = {name: checkpoint[name] for name in names}
+        found = statistics(tensors, stacked=arguments.stacked, spectral=arguments.spectral)
+    if arguments.plot:
+        found.plot(arguments.plot)
+    if arguments.json:
+        nan = {"mean": None, "std": None}  # of tensors without finite elements: JSON has no NaN
+        rows = {path: row | (nan if row["mean"] != row["mean"] else {}) for path, row in found.to_dict().items()}
+        print_json("stats", {"tensors": rows})
+    else:
+        print_text(str(found))
+    return 1 if any(row.nonfinite for row in found.values()) else 0
 
 
 _FEATURES = (  # (feature, the package that it needs, the extra of lazymodel or the package to install)
@@ -343,7 +381,7 @@ def _completion(arguments: argparse.Namespace) -> int:
         import shtab
     except ImportError as error:
         raise LazyModelError("completion needs shtab: pip install shtab") from error
-    print(shtab.complete(_make_parser(), arguments.shell))
+    print_text(shtab.complete(_make_parser()[0], arguments.shell))
     return 0
 
 
@@ -353,6 +391,8 @@ examples:
   lazymodel plan config.json --topology v5e-8        does a model fit, before any hardware is rented?
   lazymodel convert folder model.weights.h5          convert a checkpoint to another one, of any format
   lazymodel diff before.safetensors after/           compare two checkpoints
+  lazymodel explain config.json --topology v5e-8     why is each variable split as it is?
+  lazymodel stats model.safetensors                  mean, deviation, range of values; numbers that are not finite
   lazymodel doctor                                   show what is installed, and packages missing for features
 
 `lazymodel COMMAND --help` shows more about each.
@@ -361,18 +401,25 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command with these arguments, by default those of the process, and returns its exit status."""
-    parser = _make_parser()
-    arguments = parser.parse_args(argv)
+    parser, commands = _make_parser()
+    argv = sys.argv[1:] if argv is None else argv
+    command = next((text for text in argv if not text.startswith("-")), None)
+    if command is not None and command not in commands:
+        parser.error(f"there is no command {command!r}{closest(command, commands)}; commands: {', '.join(commands)}")
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        near = closest(unknown[0], arguments.flags.values()) if "run" in arguments else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
     if "run" not in arguments:
         parser.print_help()
         return 0
     try:
         return arguments.run(arguments)
     except DoesNotFitError as error:  # raised by a compiler that gave no numbers for a plan
-        print(f"lazymodel: {error}", file=sys.stderr)
+        print(f"lazymodel: {in_options(str(error), arguments.flags)}", file=sys.stderr)
         return 1
     except LazyModelError as error:
-        print(f"lazymodel: error: {error}", file=sys.stderr)
+        print(f"lazymodel: error: {in_options(str(error), arguments.flags)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130  # the exit status of shells for SIGINT
@@ -394,7 +441,8 @@ def _print_own_traceback(error: BaseException) -> None:
     traceback.print_exception(error)
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def _make_parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
+    """The parser, and the names of the commands."""
     parser = argparse.ArgumentParser(
         prog="lazymodel",
         description="Look at checkpoints and models before loading, and convert them.",
@@ -403,11 +451,11 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"lazymodel {VERSION}")
     commands = parser.add_subparsers(metavar="COMMAND")
-    for add in (_add_inspect, add_plan, _add_convert, _add_diff, _add_doctor):
+    for add in (_add_inspect, add_plan, add_explain, _add_convert, _add_diff, _add_stats, _add_doctor):
         add(commands)
     description = "Prints a script for a shell to complete commands and options. Needs the package shtab."
     example = 'example, in ~/.bashrc: eval "$(lazymodel completion bash)"'
     help = "print a script for shell completion of these commands"
     option = add_command(commands, "completion", _completion, help, description, example)
-    option("shell", ("bash", "zsh", "tcsh"), "the shell")
-    return parser
+    option("shell", ("bash", "zsh", "fish", "tcsh"), "the shell")
+    return parser, commands.choices

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,11 @@ from lazymodel._show.page import plotly_source
 from lazymodel._show.table import print_text
 from lazymodel._show.text import closest
 
-_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32"}
+_SHORT_DTYPES = {
+    "bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16", "fp32": "float32", "f32": "float32",
+    "float": "float32", "fp64": "float64", "f64": "float64", "double": "float64", "fp8_e4m3": "float8_e4m3fn",
+    "f8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "f8_e5m2": "float8_e5m2",
+}  # fmt: skip
 
 
 def dtype_name(text: str) -> str:
@@ -60,13 +64,31 @@ def add_command(
     """
     formatter = argparse.RawDescriptionHelpFormatter if "\n" in description else argparse.HelpFormatter
     parser = commands.add_parser(name, help=help, description=description, epilog=example, formatter_class=formatter)
-    parser.set_defaults(run=run)
+    flags_by_name: dict[str, str] = {}
+    parser.set_defaults(run=run, flags=flags_by_name)
 
     def option(flags: str, value: str | Sequence[str] | None, help: str, **more: Any) -> None:
         kind = "action" if value is None else "metavar" if isinstance(value, str) else "choices"
-        parser.add_argument(*flags.split(), help=help, **{kind: value or "store_true", **more})
+        added = parser.add_argument(*flags.split(), help=help, **{kind: value or "store_true", **more})
+        flags_by_name[added.dest] = added.option_strings[0] if added.option_strings else ""
 
     return option
+
+
+def in_options(text: str, flags: Mapping[str, str], *, names: bool = True) -> str:
+    """Replaces parameters of Python in a message by the command's options: `batch=…` → `--batch …`.
+
+    `names` are replaced without a value, too, if nothing else is likely to be called that.
+    """
+    text = re.sub(r"\b(?:plan|shard|WhatIf|convert)\(((?:\w+=…,?\s*)+)\)", r"\1", text)
+    # A file of rules has no PartitionSpec, and no other parameters of `shard`.
+    text = re.sub(r",? or pass repair=True to shard\(\)[^.]*", "", text).replace("PartitionSpec()", "[]")
+    for name, flag in sorted(flags.items(), key=lambda item: -len(item[0])):
+        if flag:
+            text = re.sub(rf"(?<![\w/.?&-]){name}=(?:'([^'\s]*)'|(?=[\w….]))", rf"{flag} \1", text)
+            if names and ("_" in name or " was given without " in text):
+                text = re.sub(rf"(?<![\w/.?&'-]){name}(?![\w/=])", flag, text)
+    return text.replace("--optimizer-on-host pinned_host", "--optimizer-on-host")
 
 
 # Arguments of an option that several commands have.
@@ -119,7 +141,7 @@ def show(arguments: argparse.Namespace, command: str, found: Any) -> None:
     if arguments.json:
         print_json(command, found.to_dict())
     else:
-        print_text(str(found))
+        print_text(in_options(str(found), arguments.flags, names=False))
 
 
 def check_page(path: str | None) -> None:

@@ -1,6 +1,6 @@
-"""`lazymodel plan`: shows if a model fits, and where, from its configuration alone.
+"""`lazymodel plan` and `explain`: if a model fits, and why it is split as it is, from its configuration alone.
 
-Responsible for the command's arguments and output, and for the meshes and models that the arguments name. Keras'
+Responsible for the commands' arguments and output, and for the meshes and models that the arguments name. Keras'
 adapter is only used for KerasHub's models.
 """
 
@@ -9,17 +9,19 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import json
 import math
 import os
 import re
 import sys
+import tomllib
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from rich.console import Console
 from rich.markup import escape
 
@@ -31,7 +33,9 @@ from lazymodel._cli.output import (
     check_page,
     dtype_name,
     imported,
+    in_options,
     is_imported,
+    print_json,
     show,
     storage_options,
 )
@@ -45,8 +49,10 @@ from lazymodel._plan.plan import MemoryPlan, compare_plans
 from lazymodel._plan.what_if import REMATS, WhatIf
 from lazymodel._programs.jaxprs import CONFIG
 from lazymodel._remote.url import is_url, shown
-from lazymodel._sharding.auto import auto
-from lazymodel._show.text import parse_bytes, quiet_tensorflow
+from lazymodel._sharding.auto import Auto, auto
+from lazymodel._sharding.roles import role
+from lazymodel._show.table import plain, print_text
+from lazymodel._show.text import closest, parse_bytes, quiet_tensorflow
 
 # Files that only contain weights, from which no model can be built.
 _WEIGHTS = (
@@ -68,23 +74,10 @@ def add_plan(commands: Any) -> None:
     """Adds the command to `lazymodel`."""
     help = "show if a model fits, before anything is rented or loaded"
     option = add_command(commands, "plan", _plan, help, _DESCRIPTION, _EXAMPLE)
-    option(
-        "model",
-        "PRESET_OR_CONFIG",
-        "a KerasHub preset, a folder of KerasHub or Hugging Face, a GGUF file, a config.json (no weights needed), the "
-        "URL of one of these, or module:factory, a function without arguments that builds a model",
-    )
-    option(*STORAGE_OPTION, action="append")
-    option("--cls --class", "NAME", "KerasHub class; default: the backbone")
-    topologies = "devices: a TPU slice, such as v5e:2x4, v5e-8 or v2-8, or GPUs, such as H100:8"
-    option("--topology", "NAME", topologies, action="append")
-    option("--mesh", "AXES", "such as model=8 or data=2,model=4; default: one axis, model", action="append")
-    dtypes = "such as bfloat16 or bf16; default: the preset's, or the configuration's torch_dtype"
-    option("--dtype", "POLICY", dtypes, action="append", type=dtype_name)
+    _add_model(option)
     option("--quantize", ("int8", "int4"), "quantize after loading")
     option("--lora-rank", "RANK", "train LoRA pairs instead of the parameters", type=int)
     option("--optimizer", "NAME", "plan training with it, such as adamw")
-    option("--host", "PATTERN", "regex of variables that are in the hosts' memory, such as '.*embeddings'")
     on_host = {"action": "store_const", "const": PINNED_HOST, "dest": "memory_kind"}
     option("--optimizer-on-host", None, "keep the optimizer's slots in the hosts' memory", **on_host)
     option("--moments", "DTYPE", "dtype of the optimizer's moments; default: that of the parameters", type=dtype_name)
@@ -101,6 +94,93 @@ def add_plan(commands: Any) -> None:
     option("--link-bandwidth", "BYTES", "bytes a second that a host gets over the interconnect, such as 25GB/s")
     option(*JSON)
     option("--html", "FILE", "also write the plan as a page")
+
+
+def _add_model(option: Callable[..., None]) -> None:
+    """Adds the options for a model and how it is split."""
+    option(
+        "model",
+        "PRESET_OR_CONFIG",
+        "a KerasHub preset, a folder of KerasHub or Hugging Face, a GGUF file, a config.json (no weights needed), the "
+        "URL of one of these, or module:factory, a function without arguments that builds a model",
+    )
+    option(*STORAGE_OPTION, action="append")
+    option("--cls --class", "NAME", "KerasHub class; default: the backbone")
+    topologies = "devices: a TPU slice, such as v5e:2x4, v5e-8 or v2-8, or GPUs, such as H100:8"
+    option("--topology", "NAME", topologies, action="append")
+    option("--mesh", "AXES", "such as model=8 or data=2,model=4; default: one axis, model", action="append")
+    dtypes = "such as bfloat16 or bf16; default: the preset's, or the configuration's torch_dtype"
+    option("--dtype", "POLICY", dtypes, action="append", type=dtype_name)
+    option("--host", "PATTERN", "regex of variables that are in the hosts' memory, such as '.*embeddings'")
+    rules = "sharding rules, in TOML or JSON: path regex or role:NAME → names of mesh axes; default: lazymodel.auto"
+    option("--rules", "FILE", rules)
+
+
+def add_explain(commands: Any) -> None:
+    """Adds the command `explain`: why variables are split as they are."""
+    help = "show why each variable of a model is split as it is"
+    description = (
+        "Shows how a model spreads over devices: what is replicated or split by a guess, and why; with --variable, the "
+        "reason for each. Exit status: 0; 2 wrong usage, or rules that do not fit."
+    )
+    example = "example: lazymodel explain config.json --topology v5e-8 --rules rules.toml"
+    option = add_command(commands, "explain", _explain, help, description, example)
+    _add_model(option)
+    option("--variable", "PATH", "explain this variable; several in turn; default: a summary of all", action="append")
+    option(*JSON)
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    for name in ("topology", "mesh", "dtype"):
+        if len(getattr(arguments, name) or ()) > 1:
+            raise LazyModelError(f"explain takes one --{name}; plan compares several")
+    if not (arguments.topology or arguments.mesh):
+        raise LazyModelError("explain needs devices; pass --topology or --mesh, such as --topology v5e-8")
+    if CONFIG.jax_platforms is None:
+        jax.config.update("jax_platforms", "cpu")
+    rules, (mesh,) = _rules(arguments), _meshes(arguments, compiled=False).values()
+    model = _model(_described(arguments.model), arguments, (arguments.dtype or [None])[0], WhatIf())
+    sharded = _sharded(model, mesh, rules)
+    for path in arguments.variable or ():
+        if path not in sharded:
+            raise LazyModelError(f"{path!r} is not a variable of {sharded.name}{closest(path, sharded)}")
+    if arguments.json:
+        variables = {
+            path: {"spec": v.spec, "shard_nbytes": v.shard_nbytes, "reason": v.reason} for path, v in sharded.items()
+        }
+        print_json("explain", sharded.explain().to_dict() | {"variables": plain(variables)})
+    else:
+        print_text("\n".join(str(sharded.explain(path)) for path in arguments.variable or [None]))
+    return 0
+
+
+def _rules(arguments: argparse.Namespace) -> Any:
+    """The rules of --rules, as for `shard`, or the automatic ones."""
+    if (path := arguments.rules) is None:
+        return auto(host=arguments.host)
+    if arguments.host is not None:
+        raise LazyModelError("--host is for the automatic rules; pass either --host or --rules")
+    try:
+        with open(path, encoding="utf-8") as file:
+            table = (tomllib.loads if path.endswith(".toml") else json.loads)(file.read())
+    except (OSError, ValueError, RecursionError) as error:
+        raise LazyModelError(f"cannot read the rules {path}: {getattr(error, 'strerror', None) or error}") from error
+    example = '"layers.*/up" = ["", "model"]' if path.endswith(".toml") else '{"layers.*/up": [null, "model"]}'
+    hint = f"write the names of mesh axes for each pattern, such as {example}"
+    if not isinstance(table, dict) or not table:
+        raise LazyModelError(f"the rules {path} are not a table with rules; {hint}")
+
+    def entry(found: Any) -> Any:
+        return tuple(found) if isinstance(found, list) else found or None
+
+    rules: dict[Any, Any] = {}
+    for pattern, found in cast("dict[str, Any]", table).items():
+        entries = [found] if isinstance(found, str) else found or []
+        if not isinstance(entries, list) or not all(isinstance(each, str | list | None) for each in entries):
+            raise LazyModelError(f"the rule {pattern!r} of {path}: found {found!r}; {hint}, with quotes")
+        key = role(pattern.removeprefix("role:")) if pattern.startswith("role:") else pattern
+        rules[key] = PartitionSpec(*map(entry, entries))
+    return rules
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -125,8 +205,8 @@ def _plan(arguments: argparse.Namespace) -> int:
             "compile": arguments.compile and Compile(arguments.compile, **compiled),
         }
         storage_options(arguments)
-        meshes = _meshes(arguments)
-        plans = _plans(arguments, _described(arguments.model), meshes, what_if, options)
+        rules, meshes = _rules(arguments), _meshes(arguments, compiled=bool(arguments.compile))
+        plans = _plans(arguments, _described(arguments.model), meshes, rules, what_if, options)
     if len(plans) == 1:
         show(arguments, "plan", *plans.values())
     else:
@@ -135,7 +215,12 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _plans(
-    arguments: argparse.Namespace, source: str, meshes: Mapping[str, Any], what_if: WhatIf, options: dict[str, Any]
+    arguments: argparse.Namespace,
+    source: str,
+    meshes: Mapping[str, Any],
+    rules: Any,
+    what_if: WhatIf,
+    options: dict[str, Any],
 ) -> dict[str, MemoryPlan]:
     """One plan for each dtype and mesh, by name; `options` are those of `AbstractModel.plan`."""
     plans: dict[str, MemoryPlan] = {}
@@ -150,17 +235,17 @@ def _plans(
             for place, mesh in meshes.items():
                 name = ", ".join(filter(None, (place, dtype))) or "one device"
                 status.update(escape(f"{'compiling' if options['compile'] else 'planning'} {name}"))
-                plans[name] = _sharded(model, mesh, arguments.host).plan(what_if=what_if, **options)
+                plans[name] = _sharded(model, mesh, rules).plan(what_if=what_if, **options)
     return plans
 
 
-def _meshes(arguments: argparse.Namespace) -> dict[str, Any]:
+def _meshes(arguments: argparse.Namespace, *, compiled: bool) -> dict[str, Any]:
     """The meshes to plan for, by name; all names are checked before the first mesh is compiled for."""
     all_axes = [None if text is None else _parse_axes(text) for text in arguments.mesh or [None]]
     requested = list(itertools.product(arguments.topology or [None], all_axes))
     names = [", ".join(filter(None, (topology, _axes_text(axes or {})))) for topology, axes in requested]
     meshes = [_mesh(*each, compiled=False) for each in requested]
-    if arguments.compile:
+    if compiled:
         meshes = [_mesh(*each, compiled=True) for each in requested]
     return dict(zip(names, meshes, strict=True))
 
@@ -239,11 +324,15 @@ def _model(source: str, arguments: argparse.Namespace, dtype: str | None, built:
     return model if built.lora_rank is None else model.lora(built.lora_rank)
 
 
-def _sharded(model: AbstractModel[Any], mesh: Any, host: str | None) -> AbstractModel[Any]:
-    """The model on the mesh, by the automatic rules; the plan's table shows what they could not split."""
-    if mesh is None and host is None:
+def _sharded(model: AbstractModel[Any], mesh: Any, rules: Any) -> AbstractModel[Any]:
+    """The model on the mesh; the plan's table shows what the automatic rules could not split."""
+    automatic = isinstance(rules, Auto)
+    if mesh is None and automatic and rules.host is None:
         return model
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("model",)) if mesh is None else mesh
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", LazyModelWarning)
-        return model.shard(mesh, auto(host=host))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", LazyModelWarning)
+        sharded = model.shard(mesh, rules)
+    for warning in [] if automatic else caught:
+        print(f"lazymodel: warning: {in_options(str(warning.message), {})}", file=sys.stderr)
+    return sharded

@@ -17,7 +17,7 @@ from lazymodel._devices.hardware import GENERATIONS, GPUS, CompiledMemory, devic
 from lazymodel._errors import DoesNotFitError, LazyModelError
 from lazymodel._plan.fleet import Way
 from lazymodel._plan.what_if import ACTIVATIONS, OPTIMIZER, PARAMETERS
-from lazymodel._show.page import Bars, Grid, Lines, Section, Text, Treemap
+from lazymodel._show.page import Bars, Grid, Lines, Section, Text, Treemap, Verdict
 from lazymodel._show.table import ACTIONS, Column, Report, Table, Tabled, placed_text, plain, shape_text, spec_text
 from lazymodel._show.text import PALETTE, empty_figure, finished_figure, format_bytes, parse_bytes, plural
 from lazymodel._tensors.shards import spec_axes
@@ -301,8 +301,23 @@ class MemoryPlan(Report):
             axes.set_ylim(0, None)
         return finished_figure(figure, self.name, path)
 
+    def sections(self) -> list[Section]:
+        """Sections of its page: the verdict first, as for a meeting."""
+        table, (limit, counted) = self.table(), (self.device_memory, self.counted_text())
+        has = "" if limit is None else f" of {format_bytes(limit)}"
+        lines = [
+            f"{format_bytes(self.needed_nbytes)}{has} needed on the most loaded of {plural(self.num_devices, 'device')}"
+        ]
+        lines += counted.replace("; not counted", "\nnot counted").splitlines()
+        if limit is not None and self.needed_nbytes > limit:
+            lines.append(self.hint(limit))
+        answer = "does it fit? The devices' memory is unknown" if self.fits is None else self.verdict()
+        others = [line for line in table.lines if line not in (*lines, counted)]
+        first, last = Verdict(_sentence(answer), self.fits, [*map(_sentence, lines)]), table.grid("Variables")
+        return [first, *self.charts(), Text(others, "Details"), last]
+
     def charts(self) -> list[Section]:
-        """Sections of its page between the summary and the table."""
+        """Sections of its page between the verdict and the details."""
         sections: list[Section] = [
             Bars("In use, on the most loaded device", {"in use": self.parts}, self.device_memory)
         ]
@@ -420,6 +435,10 @@ class MemoryPlan(Report):
             return f"counted: {counted}"
         how = "plan(compile=…) counts and WhatIf(batch=…, sequence=…) estimates them"
         return f"counted: {counted}; not counted: activations ({how})"
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _verdict(needed: int, limit: int) -> str:

@@ -318,7 +318,7 @@ def convert(
         if not is_url(destination):
             _check_apart(destination, [source, *checkpoint.files], format)
             _check_hidden(destination, source, format)
-        names = _selected(list(checkpoint), include, exclude)
+        names = selected(list(checkpoint), include, exclude)
         tensors = mapped({name: checkpoint[name] for name in names}, mapping)
         if wanted is not None:
             tensors = {name: _cast(name, tensor, wanted, checkpoint) for name, tensor in tensors.items()}
@@ -360,7 +360,7 @@ def _cast(name: str, tensor: LazyTensor, dtype: np.dtype[Any], names: Mapping[st
     return converted(tensor, dtype)
 
 
-def _selected(names: list[str], include: Sequence[str], exclude: Sequence[str]) -> list[str]:
+def selected(names: list[str], include: Sequence[str], exclude: Sequence[str]) -> list[str]:
     for pattern in (*include, *exclude):
         if not fnmatch.filter(names, pattern):
             raise LazyModelError(f"pattern {pattern!r} matches no tensor{closest(pattern, names)}")

@@ -2,7 +2,9 @@
 const main = document.querySelector("main");
 const SHOWN = 200; // rows that a table shows more of at a time: a browser lays out no more without being felt
 const dark = matchMedia("(prefers-color-scheme: dark)");
-const COLORS = ["#3f51b5", "#b26a00", "#2a7f48", "#c2185b", "#00797f", "#7e57c2", "#8d6e63", "#546e7a"];
+const COLORS = 8; // of the style: --c0, --c1, …
+const styled = (name) => getComputedStyle(document.documentElement).getPropertyValue(name);
+const color = (i) => styled(`--c${i % COLORS}`);
 
 function element(name, text, attributes = {}) {
   const made = document.createElement(name);
@@ -20,18 +22,17 @@ function bytes(n) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
   let unit = 0;
   for (; n >= 1024 && unit < units.length - 1; unit++) n /= 1024;
-  return unit ? `${+n.toFixed(2)} ${units[unit]}` : `${n} B`;
+  return unit ? `${n.toFixed(2)} ${units[unit]}` : `${n} B`;
 }
 
 // Plotly reads some tags and entities in texts.
 const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 
 function look() {
-  const style = getComputedStyle(document.documentElement);
-  const color = style.getPropertyValue("--fg"), line = style.getPropertyValue("--line");
+  const line = styled("--line");
   const axis = { gridcolor: line, zerolinecolor: line, automargin: true };
-  return { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color, size: 13 },
-    margin: { t: 40, r: 20, b: 40, l: 60 }, colorway: COLORS, xaxis: { ...axis }, yaxis: { ...axis },
+  return { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: styled("--fg"), size: 13 },
+    margin: { t: 40, r: 10, b: 40, l: 60 }, colorway: Array.from({ length: COLORS }, (_, i) => color(i)), xaxis: { ...axis }, yaxis: { ...axis },
     legend: { orientation: "h", y: 1, yanchor: "bottom", traceorder: "normal" }, hoverlabel: { font: { color: "#111" }, bgcolor: "#fff" } };
 }
 
@@ -51,16 +52,14 @@ function chart(parent, label, traces, layout, height) {
 function ticks(most) { // of bytes, in powers of two
   const unit = 2 ** Math.floor(Math.log2(Math.max(most, 8) / 4));
   const values = Array.from({ length: 9 }, (_, i) => i * unit).filter((value) => value <= most * 1.05);
-  return { tickvals: values, ticktext: values.map(bytes) };
+  return { tickvals: values, ticktext: values.map((value) => bytes(value).replace(".00 ", " ")) };
 }
 
-function limited(limit, vertical) {
+function limited(limit) {
   if (limit === null) return {};
-  const color = getComputedStyle(document.documentElement).getPropertyValue("--limit"), line = { color, width: 2, dash: "dash" };
-  const at = vertical ? { x0: limit, x1: limit, y0: 0, y1: 1, yref: "paper" } : { y0: limit, y1: limit, x0: 0, x1: 1, xref: "paper" };
-  const where = vertical ? { x: limit, y: 1, yref: "paper" } : { x: 1, y: limit, xref: "paper" };
-  return { shapes: [{ type: "line", ...at, line }],
-    annotations: [{ ...where, text: `a device has ${bytes(limit)}`, showarrow: false, yanchor: "bottom", xanchor: "right", font: { color } }] };
+  const color = styled("--limit");
+  return { shapes: [{ type: "line", y0: limit, y1: limit, x0: 0, x1: 1, xref: "paper", line: { color, width: 2, dash: "dash" } }],
+    annotations: [{ x: 0, y: limit, xref: "paper", text: `a device has ${bytes(limit)}`, showarrow: false, yanchor: "bottom", xanchor: "left", font: { color } }] };
 }
 
 function asTable(parent, caption, columns, rows) { // what a chart shows, for those who do not see it
@@ -69,28 +68,51 @@ function asTable(parent, caption, columns, rows) { // what a chart shows, for th
   const table = element("table");
   table.createCaption().textContent = caption;
   const head = table.createTHead().insertRow();
-  columns.forEach((name) => head.append(element("th", name, { scope: "col" })));
+  columns.forEach((name, i) => head.append(element("th", name, { scope: "col", class: i ? "n" : "" })));
   const body = table.createTBody();
-  rows.slice(0, SHOWN).forEach((row) => { const tr = body.insertRow(); row.forEach((cell, i) => tr.append(i ? element("td", cell) : element("th", cell, { scope: "row" }))); });
-  details.append(table);
+  rows.slice(0, SHOWN).forEach((row) => { const tr = body.insertRow(); row.forEach((cell, i) => tr.append(i ? element("td", cell, { class: "n" }) : element("th", cell, { scope: "row" }))); });
+  const scroll = element("div", undefined, { class: "scroll" });
+  scroll.append(table);
+  details.append(scroll);
   if (rows.length > SHOWN) details.append(element("p", `and ${(rows.length - SHOWN).toLocaleString("en")} more`));
   parent.append(details);
 }
 
 const draw = {
+  verdict(parent, section) {
+    const banner = element("div", undefined, { class: `verdict ${section.good === null ? "" : section.good ? "fits" : "short"}` });
+    banner.append(element("p", section.answer, { class: "answer" }), ...section.lines.map((line) => element("p", line)));
+    parent.append(banner);
+  },
+
   text(parent, section) { section.lines.forEach((line) => parent.append(element("p", line))); },
 
-  bars(parent, section) {
-    const bars = Object.entries(section.bars).map(([name, parts]) => [name, new Map(Object.entries(parts))]);
-    const kinds = [...new Set(bars.flatMap(([, parts]) => [...parts.keys()]))];
-    const most = Math.max(section.limit ?? 0, ...bars.map(([, parts]) => [...parts.values()].reduce((a, b) => a + b, 0)));
-    const places = bars.map((_, i) => i); // numbers: a name could be one that an object has anyway
-    chart(parent, section.title, () => kinds.map((kind) => ({ type: "bar", orientation: "h", name: plain(kind), y: places,
-      x: bars.map(([, parts]) => parts.get(kind) ?? 0), hovertext: bars.map(([, parts]) => bytes(parts.get(kind) ?? 0)),
-      hovertemplate: "%{hovertext} %{fullData.name}<extra></extra>" })),
-    () => ({ barmode: "stack", showlegend: true, ...limited(section.limit, true), xaxis: { range: [0, most * 1.15], ...ticks(most * 1.1) },
-      yaxis: { autorange: "reversed", tickvals: places, ticktext: bars.map(([name]) => plain(name)) } }), 130 + 45 * bars.length);
-    asTable(parent, section.title, ["", ...kinds], bars.map(([name, parts]) => [name, ...kinds.map((kind) => bytes(parts.get(kind) ?? 0))]));
+  bars(parent, section) { // elements: they fit any width, and print
+    const bars = Object.entries(section.bars).map(([name, parts]) => [name, Object.entries(parts)]);
+    const kinds = [...new Set(bars.flatMap(([, parts]) => parts.map(([kind]) => kind)))];
+    const totals = bars.map(([, parts]) => parts.reduce((sum, [, size]) => sum + size, 0));
+    const most = Math.max(section.limit ?? 0, ...totals) || 1;
+    const filled = (kind) => `background: var(--c${kinds.indexOf(kind) % COLORS})`;
+    bars.forEach(([name, parts], i) => {
+      const bar = element("div", undefined, { class: "bar", role: "img", "aria-label": `${name}: ${bytes(totals[i])}` });
+      const table = element("table", undefined, { class: "legend" });
+      const row = (mark, label, size) => {
+        const tr = table.insertRow(), th = element("th", undefined, { scope: "row" });
+        th.append(element("i", undefined, mark), label);
+        tr.append(th, element("td", bytes(size), { class: "n" }));
+      };
+      table.createCaption().textContent = `${section.title}: ${name}`;
+      for (const [kind, size] of parts) {
+        bar.append(element("span", undefined, { style: `width: ${(100 * size) / most}%; ${filled(kind)}`, title: `${kind}: ${bytes(size)}` }));
+        row({ style: filled(kind) }, kind, size);
+      }
+      row({}, name, totals[i]);
+      if (section.limit !== null) {
+        bar.append(element("em", undefined, { style: `left: ${(100 * section.limit) / most}%` }));
+        row({ class: "limit" }, "a device has", section.limit);
+      }
+      parent.append(bar, table);
+    });
   },
 
   lines(parent, section) {
@@ -101,7 +123,7 @@ const draw = {
     chart(parent, section.title, () => Object.entries(section.lines).map(([name, line]) => ({ type: line.length > 5000 ? "scattergl" : "scatter",
       mode: "lines", line: { shape: "hv" }, name: plain(name), x: line.map((_, i) => i), y: line, text: steps.map((step, i) => `${step}: ${bytes(line[i])}`),
       hovertemplate: "%{text}<extra>%{fullData.name}</extra>" })),
-    () => ({ ...limited(limit, false), xaxis: { title: { text: "step" } }, yaxis: { range: [0, most * 1.1], ...ticks(most) } }), 320);
+    () => ({ ...limited(limit), xaxis: { title: { text: "step" } }, yaxis: { range: [0, most * 1.1], ...ticks(most) } }), 320);
     const names = Object.keys(section.lines);
     asTable(parent, section.title, ["step", ...names], section.steps.map((step, i) => [step, ...names.map((name) => bytes(section.lines[name][i]))]));
   },
@@ -110,7 +132,7 @@ const draw = {
     const places = section.spans.map((_, i) => i);
     const pieces = section.spans.flatMap(([, each], i) => each.map(([from, to]) => [i, from, to]));
     chart(parent, section.title, () => [{ type: "bar", orientation: "h", y: pieces.map(([i]) => i), base: pieces.map(([, from]) => from),
-      x: pieces.map(([, from, to]) => to - from), hovertemplate: "%{x:.2f} s<extra></extra>", marker: { color: COLORS[0] } }],
+      x: pieces.map(([, from, to]) => to - from), hovertemplate: "%{x:.2f} s<extra></extra>", marker: { color: color(0) } }],
     () => ({ barmode: "overlay", xaxis: { title: { text: section.axis } }, yaxis: { autorange: "reversed", tickvals: places,
       ticktext: section.spans.map(([name]) => plain(name)) } }), 120 + 26 * section.spans.length);
     asTable(parent, section.title, ["", "from", "to"], pieces.map(([i, from, to]) => [section.spans[i][0], `${from.toFixed(2)} s`, `${to.toFixed(2)} s`]));
@@ -130,16 +152,17 @@ const draw = {
     const all = [...nodes.entries()];
     const number = new Map(all.map(([id], i) => [id, String(i)]));
     const kinds = new Map(); // modules that differ in numbers only are of one colour
-    const color = ([id]) => {
+    const colored = ([id]) => {
       const kind = id.split("/").slice(0, 2).join("/").replace(/\d+/g, "#");
-      if (!kinds.has(kind)) kinds.set(kind, COLORS[kinds.size % COLORS.length]);
-      return kinds.get(kind);
+      if (!kinds.has(kind)) kinds.set(kind, kinds.size);
+      return id ? color(kinds.get(kind) - 1) : "rgba(0,0,0,0)"; // the first one is the whole
     };
-    const colors = all.map((each) => (each[0] ? color(each) : "rgba(0,0,0,0)"));
     chart(parent, section.title, () => [{ type: "treemap", branchvalues: "total", ids: all.map((_, i) => String(i)),
       labels: all.map(([, node]) => plain(node.label)), parents: all.map(([, node]) => number.get(node.parent) ?? ""),
       values: all.map(([, node]) => node.value), text: all.map(([, node]) => bytes(node.value)), maxdepth: 3,
-      hovertext: all.map(([id]) => plain(id)), hovertemplate: "%{hovertext}<br>%{text}<extra></extra>", textinfo: "label+text", marker: { colors }, textfont: { color: all.map(([id]) => (id ? "#fff" : look().font.color)) } }], () => ({ margin: { t: 30, r: 5, b: 5, l: 5 } }), 460);
+      hovertext: all.map(([id]) => plain(id)), hovertemplate: "%{hovertext}<br>%{text}<extra></extra>", textinfo: "label+text",
+      marker: { colors: all.map(colored), line: { width: 1, color: styled("--bg") } },
+      textfont: { color: all.map(([id]) => styled(id ? "--on" : "--fg")) } }], () => ({ margin: { t: 30, r: 5, b: 5, l: 5 } }), 460);
     const largest = all.filter(([id]) => id).sort((a, b) => b[1].value - a[1].value);
     asTable(parent, section.title, ["module", "bytes"], largest.map(([id, node]) => [id, bytes(node.value)]));
   },
@@ -155,9 +178,11 @@ const draw = {
     const table = element("table");
     table.createCaption().textContent = section.title;
     const head = table.createTHead().insertRow();
+    const number = (cell) => cell.nbytes !== undefined || cell.share !== undefined || cell === "" || /^[\d,.]+$/.test(cell);
+    const side = section.columns.map((_, i) => (i && section.rows.every((row) => number(row[i])) ? "n" : ""));
     let order = null, down = false;
     section.columns.forEach((name, column) => {
-      const th = element("th", undefined, { scope: "col", "aria-sort": "none" });
+      const th = element("th", undefined, { scope: "col", "aria-sort": "none", class: side[column] });
       const button = element("button", name, { title: "sort" });
       button.addEventListener("click", () => {
         down = order === column ? !down : false;
@@ -184,7 +209,7 @@ const draw = {
       body.replaceChildren(...rows.slice(0, shown).map((row) => {
         const tr = element("tr");
         row.forEach((cell, i) => {
-          if (typeof cell === "string") tr.append(i ? element("td", cell) : element("th", cell, { scope: "row" }));
+          if (typeof cell === "string") tr.append(i ? element("td", cell, { class: side[i] }) : element("th", cell, { scope: "row" }));
           else if (cell.share !== undefined) {
             const fits = cell.share <= 1, part = cell.share < 10 ? `${Math.ceil(cell.share * 100)} %` : `${Math.ceil(cell.share)} ×`;
             tr.append(element("td", `${fits ? "✓" : "✗"} ${part}`, { class: `n ${fits ? "fits" : "short"}` }));
@@ -235,7 +260,6 @@ async function show() {
   const data = JSON.parse(await unpacked("data"));
   main.append(element("h1", data.title));
   const contents = element("nav", undefined, { "aria-label": "Contents" });
-  main.append(contents);
   data.sections.forEach((section, i) => {
     const place = element("section", undefined, section.title ? { "aria-labelledby": `part-${i}` } : {});
     if (section.title) {
@@ -244,6 +268,7 @@ async function show() {
     }
     main.append(place);
     draw[section.kind](place, section);
+    if (!i) main.append(contents); // the answer comes first
   });
   // Texts and tables are painted first; Plotly takes a moment.
   await new Promise((resolve) => requestAnimationFrame(() => setTimeout(resolve)));

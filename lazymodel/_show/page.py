@@ -21,11 +21,23 @@ from pathlib import Path
 from typing import Any
 
 from lazymodel._errors import LazyModelError
+from lazymodel._show.text import fold, grouped_by, unnumbered
 
 # Separate files rather than strings, so that editors and linters support them.
 _SCRIPT = Path(__file__).with_name("page.js")
 _STYLE = Path(__file__).with_name("page.css")
 _BOXES = 2000  # limit for a treemap: a browser draws these within a second
+_DEPTH = 32  # limit for modules in modules: names of files may have any number of parts
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """The answer to the reader's question, as a banner; `good` is None if it is unknown."""
+
+    answer: str
+    good: bool | None
+    lines: Sequence[str] = ()
+    title: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +78,7 @@ class Spans:
 
 @dataclasses.dataclass(frozen=True)
 class Treemap:
-    """Bytes of paths; a reader zooms into the parts between `/`."""
+    """Bytes of paths; a reader zooms into the parts between `/`. Equal ones are one tile, `layers_{0..79} × 80`."""
 
     title: str
     sizes: Mapping[str, int]
@@ -86,7 +98,7 @@ class Grid:
     rows: Sequence[Sequence[Any]]
 
 
-Section = Text | Bars | Lines | Spans | Treemap | Grid
+Section = Verdict | Text | Bars | Lines | Spans | Treemap | Grid
 
 
 def save_page(path: str | os.PathLike[str], title: str, sections: Sequence[Section]) -> None:
@@ -118,7 +130,7 @@ def plotly_source() -> str:
 def page(title: str, sections: Sequence[Section]) -> str:
     """The HTML of a page."""
     plotly, style, script = _plotly(), _STYLE.read_text("utf-8"), _SCRIPT.read_text("utf-8")
-    charts = any(not isinstance(section, Text | Grid) for section in sections)
+    charts = any(isinstance(section, Lines | Spans | Treemap) for section in sections)
     plain: list[dict[str, Any]] = [{"kind": type(each).__name__.lower(), **vars(each)} for each in sections]
     for each in plain:
         if each["kind"] == "grid":
@@ -150,8 +162,9 @@ def _plotly() -> str:
 
 
 def _modules(paths: Mapping[str, int]) -> dict[str, int]:
-    """Bytes by path; by module, and then by outer modules, if there are too many; at last the largest, and the rest."""
-    sizes = collections.Counter(paths)
+    """Bytes by path, equal modules folded; by outer ones, if there are too many; at last the largest, and the rest."""
+    folded = _folded({tuple(path.split("/", _DEPTH)): nbytes for path, nbytes in paths.items()})
+    sizes = collections.Counter({"/".join(parts): nbytes for parts, nbytes in folded.items()})
     while len(sizes) > _BOXES:
         outer = collections.Counter[str]()
         for path, nbytes in sizes.items():
@@ -161,3 +174,17 @@ def _modules(paths: Mapping[str, int]) -> dict[str, int]:
             return {**largest, "others": sizes.total() - sum(largest.values())}
         sizes = outer
     return sizes
+
+
+def _folded(sizes: Mapping[tuple[str, ...], int]) -> collections.Counter[tuple[str, ...]]:
+    """Modules with names that differ only in numbers, and with the same content, become one, with the sum of bytes."""
+    alike: dict[Any, list[str]] = {}
+    for head, members in grouped_by(sizes.items(), lambda item: item[0][:1]).items():
+        content = _folded({parts[1:]: nbytes for parts, nbytes in members}) if head else dict(members)
+        alike.setdefault((*map(unnumbered, head), frozenset(content.items())), []).extend(head or [""])
+    found = collections.Counter[tuple[str, ...]]()
+    for (*kind, content), names in alike.items():
+        name = fold(names) + (f" × {len(names)}" if len(names) > 1 else "")
+        for parts, nbytes in content:
+            found[(name, *parts) if kind else ()] += nbytes * len(names)
+    return found

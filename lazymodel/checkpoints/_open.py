@@ -23,7 +23,7 @@ from lazymodel._remote.path import Location, RemotePath
 from lazymodel._remote.requests import Unavailable
 from lazymodel._remote.store import cached_commit, cached_snapshot, is_offline
 from lazymodel._remote.url import is_url
-from lazymodel._show.page import Bars, Grid, Section, Text, Treemap
+from lazymodel._show.page import Bars, Grid, Section, Treemap, Verdict
 from lazymodel._show.table import Column, Report, Table, plain, shape_text
 from lazymodel._show.text import first_lines, format_bytes, plural, printable
 from lazymodel.checkpoints._checkpoint import Checkpoint, DecodedCheckpoint, decoded, newest_step, place_of
@@ -468,8 +468,8 @@ class CheckpointSummary(Report):
     def sections(self) -> list[Section]:
         """Parts of its page."""
         problems = [problem.message for problem in self.problems]
-        count = f"{plural(len(problems), 'problem')} found" if problems else "no problems found"
-        sections: list[Section] = [Text([self._line(), count, *problems])]
+        count = f"{plural(len(problems), 'problem')} found" if problems else "No problems found"
+        sections: list[Section] = [Verdict(count, not problems, [self._line(), *problems])]
         if self.tensors:
             sizes = {tensor.name.replace(".", "/"): tensor.nbytes for tensor in self.tensors}
             sections += [Bars("Bytes by dtype", {"all tensors": self.dtypes}), Treemap("Names by bytes", sizes)]

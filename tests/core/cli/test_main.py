@@ -10,7 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import lazymodel
 from tests.command import main
@@ -39,14 +41,21 @@ def test_problems_are_exit_status_1(checkpoint, capsys):
     assert err == "" and out.endswith(f"\n1 problem found:\n  - {message}\n")
 
 
-@pytest.mark.parametrize("arguments", [["inspect"], ["inspect", "x", "--nonsense"], ["nonsense"]])
-def test_wrong_usage_is_exit_status_2(capsys, arguments):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["inspect"], "CHECKPOINT"),
+        (["inspect", "x", "--verfiy"], "--verfiy; closest: '--verify'"),
+        (["plna", "x"], "'plna'; closest: 'plan'"),
+    ],
+)
+def test_wrong_usage_is_exit_status_2(capsys, arguments, message):
     with pytest.raises(SystemExit) as info:
         main(arguments)
     assert info.value.code == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("usage: lazymodel ")
+    assert err.startswith("usage: lazymodel ") and message in err
 
 
 def test_interrupts_and_mistakes_of_ours(checkpoint, monkeypatch, capsys):
@@ -161,10 +170,10 @@ def test_plan_compares(factory, capsys, tmp_path):
         ("--topology H100", "'H100' is a GPU without a number; write how many"),
         ("--topology H100:8 --compile init", "plan for them by arithmetic"),
         ("--topology v5e-8 --mesh model=6", "do not make the 8 devices"),
-        ("--batch 4", "batch was given without sequence"),
-        ("--moments bf16", "moments was given without optimizer"),
+        ("--batch 4", "--batch was given without --sequence"),
+        ("--moments bf16", "--moments was given without --optimizer"),
         ("--optimizer adams", "optimizer 'adams' is not known; closest: 'adam'"),
-        ("--lora-rank 0", "lora_rank is a positive number; got 0"),
+        ("--lora-rank 0", "--lora-rank is a positive number; got 0"),
         ("--device-memory lots", "cannot read 'lots' as bytes"),
         ("--html absent/plan.html", "cannot write absent/plan.html: No such file or directory"),
         ("--compile forward --mesh model=512", "has 512 devices and this machine"),
@@ -172,9 +181,9 @@ def test_plan_compares(factory, capsys, tmp_path):
         ("--lora-rank 4 --optimizer adam", "of make is a LoRA target"),
         ("--batch 4 --sequence 8", "activations are estimated for dense transformers"),
         ("--compile forward --mesh model=1", "needs a function and its inputs"),
-        ("--host x", "host='x' matches no variable"),
-        ("--optimizer-on-host --topology v5e-8", "memory_kind was given without optimizer"),
-        ("--mesh data=4,model=2 --hosts 3", "hosts=3 do not divide the 8 devices"),
+        ("--host x", "--host x matches no variable"),
+        ("--optimizer-on-host --topology v5e-8", "--optimizer-on-host was given without --optimizer"),
+        ("--mesh data=4,model=2 --hosts 3", "--hosts 3 do not divide the 8 devices"),
     ],
 )
 def test_plan_of_wrong_usage_is_exit_status_2(factory, capsys, options, message):
@@ -219,6 +228,103 @@ def test_an_exception_in_what_was_given_is_exit_status_2(how, checkpoint, monkey
         assert out == ""
         assert f"{module}.py" in err and ("Traceback" in err) == (how != "syntax")
         assert str(Path(lazymodel.__file__).parent) not in err and "importlib" not in err
+
+
+RULES = {
+    "rules.toml": '".*/kernel" = ["", "model"]',
+    "rules.json": '{".*/kernel": [null, ["model"]]}',
+    "whole.json": '{".*/kernel": null}',
+    "plain.toml": '".*/kernel" = "model"',
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"), [*zip(RULES, ([None, "model"], [None, "model"], [], ["model"]), strict=True), (None, None)]
+)
+def test_rules_of_a_file(factory, capsys, name, spec):
+    given = ["--mesh", "model=8"]
+    if name is not None:
+        Path(name).write_text(RULES[name])
+        given += ["--rules", name]
+    assert main(["plan", factory, *given, "--json"]) == 0
+    out, _ = capsys.readouterr()
+    (planned,) = json.loads(out)["variables"]
+    split = 1 if name == "whole.json" else 8
+    assert planned["shard_nbytes"] == 2**20 // split
+    assert planned["why"].startswith("rule '.*/kernel' matches") == (name is not None)
+    assert main(["explain", factory, *given, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["schema"], list(report["replicated"])) == ("lazymodel.explain/1", ["dense/kernel"] * (split == 1))
+    explained = report["variables"]["dense/kernel"]
+    assert explained["spec"] == spec or spec is None
+    assert explained["reason"]["text"] == planned["why"]
+    assert main(["explain", factory, *given, "--variable", "dense/kernel"]) == 0
+    assert f"why ({'proposed' if name is None else 'rule'}): " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.toml", "dense.kernel = ['model']", "the rule 'dense' of a.toml: found {'kernel': ['model']}; write"),
+        ("a.toml", "x =", "cannot read the rules a.toml: Invalid value"),
+        ("a.json", "[" * 100_000, "cannot read the rules a.json: "),
+        ("a.json", "[1]", "the rules a.json are not a table with rules"),
+        ("a.json", '{"dense/kernel": [2]}', "found [2]"),
+        ("a.json", '{"role:mlp": "model"}', "there is no role 'mlp'; closest: 'mlp_up'"),
+        ("a.json", '{"dense/kernl": "model"}', "matches no variable; closest: 'dense/kernel'"),
+        ("absent.json", None, "cannot read the rules absent.json: No such file"),
+    ],
+)
+def test_rules_that_cannot_be_used(factory, capsys, name, text, message):
+    if text is not None:
+        Path(name).write_text(text)
+    assert main(["plan", factory, "--mesh", "model=8", "--rules", name]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--mesh model=8 --mesh model=4", "explain takes one --mesh"),
+        ("", "explain needs devices; pass --topology or --mesh"),
+        ("--mesh model=8 --variable dense/kernl", "'dense/kernl' is not a variable of make; closest: 'dense/kernel'"),
+        ("--mesh model=8 --rules r.json --host x", "pass either --host or --rules"),
+    ],
+)
+def test_explain_of_wrong_usage_is_exit_status_2(factory, capsys, options, message):
+    assert main(["explain", factory, *options.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_stats(tmp_path, capsys):
+    values = np.array([[1, -3], [5, 1]], np.float32)
+    save_file({"a.w": values, "b.w": np.array([1, np.nan, np.inf, 3], np.float32)}, path := tmp_path / "m.safetensors")
+    assert main(["stats", str(path), "--include", "a.*", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["tensors"].values()
+    assert (row["mean"], row["min"], row["max"]) == (1.0, -3.0, 5.0)
+    assert row["spectral_norm"] == pytest.approx(np.linalg.norm(values, 2), rel=1e-3)
+    assert main(["stats", str(path), "--exclude", "a.*", "--no-spectral"]) == 1
+    assert "not finite: 2 elements of b.w" in capsys.readouterr().out
+    assert main(["stats", str(path), "--include", "c*"]) == 2
+
+
+def test_warnings_of_rules_are_shown(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    make = "import jax.numpy as jnp\n\ndef make():\n    return {name: jnp.zeros((512, 1024)) for name in ('a', 'b')}\n"
+    (tmp_path / "two_variables.py").write_text(make)
+    (tmp_path / "rules.json").write_text('{"a": "model"}')
+    assert main(["plan", "two_variables:make", "--mesh", "model=8", "--rules", "rules.json"]) == 0
+    out, err = capsys.readouterr()
+    assert err.startswith("lazymodel: warning: 1 variable") and err.endswith("Add a rule for them ([] replicates).\n")
+    assert "P('model')" in out
+
+
+def test_hints_name_options(factory, capsys):
+    assert main(["plan", factory, "--mesh", "model=8"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "activations (--compile … counts and --batch …, --sequence … estimates them)" in out
+    assert main(["plan", factory, "--mesh", "model=1", "--device-memory", "3MiB", "--optimizer", "adam"]) == 1
+    assert "in hosts' memory (--optimizer-on-host)" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.fixture
@@ -272,7 +378,7 @@ def test_plan_is_silent_where_jax_looks_for_a_tpu(factory):
 def test_no_command_shows_what_there_is(capsys):
     assert main([]) == 0
     commands = re.findall(r"^    (\w+)\b", capsys.readouterr().out, flags=re.M)
-    assert {"inspect", "plan", "convert", "diff", "doctor", "completion"} <= set(commands)
+    assert {"inspect", "plan", "convert", "diff", "doctor", "completion", "explain", "stats"} <= set(commands)
     for command in commands:
         with pytest.raises(SystemExit, match="0"):
             main([command, "--help"])
@@ -282,7 +388,7 @@ def test_no_command_shows_what_there_is(capsys):
     assert capsys.readouterr().out == f"lazymodel {lazymodel.__version__}\n"
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish", "tcsh"])
 def test_completion(capsys, shell):
     pytest.importorskip("shtab")
     assert main(["completion", shell]) == 0

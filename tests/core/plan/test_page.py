@@ -7,13 +7,14 @@ import re
 import shutil
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 import lazymodel as lm
-from lazymodel._show.page import Bars, Grid, Lines, Spans, Text, Treemap, page
+from lazymodel._show.page import Bars, Grid, Lines, Spans, Text, Treemap, Verdict, page
 from tests.command import main
 
 pytest.importorskip("plotly")
@@ -32,10 +33,12 @@ ATTACKS = (
 WOULD_FIT = "What would fit, split evenly over so many devices"
 
 
-def plan_of(count):
+def plan_of(count, widths=None):
     def init():
         shapes = {"up": (64, 128), "down": (128, 64), "scale": (64,)}
         layers = {f"layers_{i}": {name: jnp.zeros(shape) for name, shape in shapes.items()} for i in range(count)}
+        for i, width in enumerate(widths or ()):
+            layers[f"layers_{i}"]["scale"] = jnp.zeros(width)
         return {"embed": jnp.zeros((512, 64)), **layers}
 
     mesh = lm.arithmetic_mesh("v5e:2x4", {"data": 2, "model": 4})
@@ -62,7 +65,9 @@ def test_it_shows_the_plan(tmp_path):
         "held": [step.held_nbytes for step in plan.timeline],
         "with temporaries": [step.peak_nbytes for step in plan.timeline],
     }
-    assert sections["Modules by bytes on a device"]["sizes"] == {row.path: row.used_nbytes for row in plan.rows}
+    used = {row.path: row.used_nbytes for row in plan.rows}
+    folded = {f"layers_{{0..2}} × 3/{name}": 3 * used[f"layers_0/{name}"] for name in ("up", "down", "scale")}
+    assert sections["Modules by bytes on a device"]["sizes"] == {"embed": used["embed"], **folded}
     grid = sections["Variables"]
     by_path = {row[0]: row for row in grid["rows"]}
     assert list(by_path) == [row.path for row in plan.rows]
@@ -76,6 +81,32 @@ def test_it_shows_the_plan(tmp_path):
     assert found["why"] == row.why != ""
 
 
+@pytest.mark.parametrize(
+    ("memory", "answer"),
+    [("1GiB", "Fits without activations, 1023"), ("32KiB", "Does not fit, "), (None, "Does it fit? ")],
+)
+def test_it_begins_with_the_answer(tmp_path, memory, answer):
+    mesh = jax.sharding.AbstractMesh((8,), ("model",))
+    plan = lm.build_abstract(lambda: jnp.zeros((512, 512))).shard(mesh, lm.auto()).plan(device_memory=memory)
+    plan.save(tmp_path / "plan.html")
+    first, second, *_ = data_of((tmp_path / "plan.html").read_text())["sections"]
+    assert (first["kind"], first["good"], second["kind"]) == ("verdict", plan.fits, "bars")
+    assert first["answer"].startswith(answer)
+    assert ("Not counted: activations" in first["lines"][2]) and first["lines"][0].startswith("128.00 KiB")
+    assert first["lines"][3:] == ([plan.hint(plan.device_memory)] if plan.fits is False else [])
+
+
+def test_parts_of_any_depth_fold_if_they_are_equal():
+    sizes = {"a" + "/a" * 5000: 1, "a": 2, **{f"b/{i}/{j}": 1 + (i == 2) for i in range(4) for j in range(2)}}
+    (section,) = data_of(page("", [Treemap("", sizes)]))["sections"]
+    found = section["sizes"]
+    assert sum(found.values()) == sum(sizes.values())
+    assert {path: found[path] for path in found if path[0] == "b"} == {
+        "b/{0,1,3} × 3/{0..1} × 2": 6,
+        "b/2/{0..1} × 2": 4,
+    }
+
+
 def test_a_comparison_has_all_of_them(tmp_path):
     plans = {"here": plan_of(1), "there": plan_of(2)}
     lm.compare_plans(plans).save(tmp_path / "plans.html")
@@ -85,11 +116,12 @@ def test_a_comparison_has_all_of_them(tmp_path):
 
 
 def test_modules_stand_for_what_is_too_many(tmp_path):
-    plan = plan_of(1000)
+    plan = plan_of(1000, widths=range(8, 8008, 8))
     plan.save(tmp_path / "plan.html")
     sections = sections_of((tmp_path / "plan.html").read_text())
     sizes = sections["Modules by bytes on a device"]["sizes"]
     assert len(sizes) == 1001
+    assert sizes["layers_7"] == sum(row.used_nbytes for row in plan.rows if row.path.startswith("layers_7/"))
     assert sum(sizes.values()) == sum(row.used_nbytes for row in plan.rows)
 
 
@@ -198,11 +230,15 @@ def open_page(browser, tmp_path):
 
 
 def test_it_is_drawn_filtered_sorted_and_zoomed(open_page, tmp_path):
-    plan_of(5).save(tmp_path / "plan.html")
+    plan = plan_of(5, widths=range(8, 48, 8))
+    plan.save(tmp_path / "plan.html")
     opened = open_page((tmp_path / "plan.html").read_text())
     assert opened.title().startswith("init: plan for 16 variables")
-    assert opened.locator(".chart .main-svg").count() >= 3
+    assert opened.locator(".chart .main-svg").count() >= 2
     assert opened.locator(".chart").nth(0).bounding_box()["height"] > 100
+    bar = opened.locator(".bar").first
+    share = bar.locator("span").nth(0).bounding_box()["width"] / bar.bounding_box()["width"]
+    assert share == pytest.approx(plan.parts["parameters"] / plan.device_memory, abs=0.01)
     variables = opened.get_by_role("region", name="Variables").last
     rows = variables.locator("tbody tr")
     filter = opened.get_by_role("searchbox", name="Filter: Variables")
@@ -225,6 +261,7 @@ def test_it_is_drawn_filtered_sorted_and_zoomed(open_page, tmp_path):
 
 def test_names_do_nothing(open_page):
     sections = [
+        Verdict(ATTACKS[1], True, ATTACKS),
         Text(ATTACKS),
         Bars(ATTACKS[1], {name: {ATTACKS[2]: 1} for name in ATTACKS}, 2),
         Lines(ATTACKS[1], ATTACKS, {name: list(range(len(ATTACKS))) for name in ATTACKS}),
@@ -253,19 +290,18 @@ def test_names_do_nothing(open_page):
 def test_it_is_used_by_keyboard_and_read_aloud(open_page):
     rows = [[f"layers_{i}/kernel", {"nbytes": i}] for i in range(250)]
     sections = [
-        Text(["fits"]),
+        Verdict("Fits", True),
         Bars("In use", {"in use": {"parameters": 1}}),
         Grid("Variables", ("variable", "bytes"), rows),
     ]
     opened = open_page(page("A plan", sections))
     stops = []
-    for _ in range(8):
+    for _ in range(7):
         opened.keyboard.press("Tab")
         stops.append(opened.evaluate("(e => e.getAttribute('aria-label') ?? e.textContent)(document.activeElement)"))
     assert stops == [
         "In use",
         "Variables",
-        "as a table",
         "Filter: Variables",
         "Variables",
         "variable",
@@ -276,8 +312,23 @@ def test_it_is_used_by_keyboard_and_read_aloud(open_page):
     assert opened.get_by_role("status").inner_text() == "250 of 250 rows"
     assert opened.get_by_role("table", name="Variables").get_by_role("row").count() == 251
     said = opened.locator("main").aria_snapshot()
-    for part in ('heading "A plan" [level=1]', 'navigation "Contents"', 'img "In use"', 'rowheader "layers_0/kernel"'):
+    for part in (
+        'heading "A plan" [level=1]',
+        'navigation "Contents"',
+        'img "in use: 1 B"',
+        'rowheader "layers_0/kernel"',
+    ):
         assert part in said
     opened.emulate_media(media="print", color_scheme="dark")
     assert opened.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert not opened.get_by_role("searchbox").is_visible()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_a_phone(open_page, tmp_path, scheme):
+    lm.compare_plans({"first": plan_of(2), "second": plan_of(30)}).save(tmp_path / "plans.html")
+    text = (tmp_path / "plans.html").read_text()
+    opened = open_page(text, viewport={"width": 390, "height": 800}, color_scheme=scheme)
+    assert opened.evaluate("document.documentElement.scrollWidth") == 390
+    boxes = [opened.locator(kind).first.bounding_box() for kind in (".verdict", ".bar", ".legend", ".chart")]
+    assert all(box["x"] >= 0 and box["x"] + box["width"] <= 390 for box in boxes)
