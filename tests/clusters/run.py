@@ -76,7 +76,6 @@ def run(command: Sequence[str]) -> tuple[int, str]:
         stderr=subprocess.STDOUT,
         text=True,
         timeout=SECONDS,
-        **options,
     )
     sys.stdout.write(result.stdout)
     return result.returncode, result.stdout
