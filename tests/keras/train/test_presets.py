@@ -99,7 +99,7 @@ def test_there_and_back(folder: Path, tmp_path: Path) -> None:
         (["--cls", "GPT3CausalLM"], "keras_hub.models has no class 'GPT3CausalLM'"),
         (["--cls", "GPT2CausalLM", "--include", "*"], "--include is for checkpoints"),
         (["--cls", "GPT2CausalLM", "--to", "orbax"], "with --cls it is preset or huggingface"),
-        (["--cls", "GPT2CausalLM", "--max-host-memory", "8"], "max_host_memory"),
+        (["--cls", "GPT2CausalLM", "--max-host-memory", "8"], "--max-host-memory"),
     ],
 )
 def test_what_is_refused(folder: Path, tmp_path: Path, capsys: Any, options: list[str], message: str) -> None:
