@@ -1,7 +1,7 @@
 """lazymodel for Flax: NNX modules and Linen modules, built abstractly.
 
 `lazymodel.build_abstract` finds this package by itself once Flax is imported; the core does everything else. `tunix`
-has tables that load Hugging Face checkpoints into Tunix' models.
+loads Hugging Face checkpoints into Tunix' models by Tunix' own tables.
 
     >>> import jax, lazymodel as lm
     >>> from flax import linen, nnx

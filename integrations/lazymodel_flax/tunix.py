@@ -1,17 +1,16 @@
 """Hugging Face checkpoints in Tunix' models, read by Tunix' own tables (google-tunix 0.1.7).
 
-A table of Tunix maps a regular expression to (name, (permutation, shape)); functions that stack or join tensors then run
-on whole arrays. Here both run without values: the tensors stay lazy, every device reads its own shards, from
-checkpoints in any format that lazymodel opens, and the same steps are a `WeightMap`, which also saves.
+A table of Tunix maps a regular expression to (name, (axes, shape)); a function that stacks tensors then runs on whole
+arrays. Here both run without values: the tensors stay lazy, every device reads its own shards, from checkpoints in any
+format that lazymodel opens, and the same steps are a `WeightMap`, which also saves.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import jax
@@ -70,15 +69,21 @@ def load_and_create_model(
         (8, 16)
     """
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        abstract = build_abstract(model_class, config, rngs=nnx.Rngs(params=0))
+        graphdef, state = nnx.split(nnx.eval_shape(lambda: model_class(config, rngs=nnx.Rngs(params=0))))
+    flat = {"/".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
     with open_checkpoint(file_dir) as checkpoint:
-        found, unused = _values(key_mapping(config), checkpoint, abstract, preprocess_fn)
+        found, unused = _values(key_mapping(config), checkpoint, flat, preprocess_fn)
         found = found if dtype is None else {path: value.astype(dtype) for path, value in found.items()}
-        kept = {
-            path: dataclasses.replace(variable, dtype=found[path].dtype, weak_type=False) if path in found else variable
-            for path, variable in abstract.items()
-        }
-        abstract = abstract.with_variables(kept)
+
+        def zeros() -> Any:
+            """The model without its initial values, in the dtypes of the checkpoint."""
+            arrays = [
+                jax.numpy.zeros(each.shape, getattr(found.get(path), "dtype", None)) for path, each in flat.items()
+            ]
+            return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), arrays))
+
+        zeros.__name__ = getattr(model_class, "__name__", "model")  # in messages
+        abstract = build_abstract(zeros)
         abstract = abstract if mesh is None else abstract.shard(mesh)
         return abstract.materialize(MappedCheckpoint(found, checkpoint, unused), initialize="nothing")
 
@@ -99,7 +104,7 @@ def from_key_mapping(
 
     Raises:
         CheckpointError: A tensor does not have the elements of its shape; two tensors become one variable.
-        LazyModelError: `preprocess_fn` computes values, or makes a variable in a way that no entry of a `WeightMap` has.
+        LazyModelError: `preprocess_fn` computes values, or no entry of a `WeightMap` makes a variable as it does.
 
     Example:
         >>> table = {r"h\\.([0-9]+)\\.up": (r"layers.\\1.kernel", ((1, 0), (8, 2, 4)))}
@@ -112,7 +117,8 @@ def from_key_mapping(
         )
     """
     tensors = given_tensors(checkpoint)
-    values, unused = _values(key_mapping, tensors, model, preprocess_fn)
+    paths = model if isinstance(model, ModelSpec) else given_checkpoint(model)
+    values, unused = _values(key_mapping, tensors, paths, preprocess_fn)
     entries, left = recorded(values, tensors)
     if left:
         raise LazyModelError(
@@ -123,7 +129,7 @@ def from_key_mapping(
 
 
 def _values(
-    key_mapping: _KeyMapping, checkpoint: Mapping[str, Any], model: Any, preprocess_fn: _Preprocess | None
+    key_mapping: _KeyMapping, checkpoint: Mapping[str, Any], paths: Container[str], preprocess_fn: _Preprocess | None
 ) -> tuple[dict[str, LazyTensor], list[str]]:
     """The value of each variable, by path, and the tensors of which there is none."""
     named: dict[str, LazyTensor] = {}
@@ -142,7 +148,6 @@ def _values(
                 ) from error
             origins.setdefault(key, []).append(name)
     changed = named if preprocess_fn is None else _preprocessed(preprocess_fn, named)
-    paths = model if isinstance(model, ModelSpec) else given_checkpoint(model)
     values: dict[str, LazyTensor] = {}
     for key, value in changed.items():
         if (path := key.removesuffix(".value").replace(".", "/")) not in paths:

@@ -127,7 +127,7 @@ GEMMA2 = dataclasses.replace(gemma.ModelConfig.gemma2_9b(), num_embed=VOCAB, **_
 GEMMA3 = dataclasses.replace(gemma3.ModelConfig.gemma3_1b_it(), num_embed=VOCAB, **_TINY)
 VISION = vision.SigLIPConfig(width=32, depth=2, mlp_dim=48, num_heads=2, image_height=56, image_width=56)
 _GEMMA4: dict[str, Any] = {**_TINY, "num_embed": VOCAB, "global_key_size": 24}
-_MOE4: dict[str, Any] = {"num_global_kv_heads": 4, "num_experts": 3, "num_experts_per_tok": 2, "expert_dim": 40}
+_MOE4: dict[str, Any] = {"num_global_kv_heads": 4, "num_experts": 4, "num_experts_per_tok": 2, "expert_dim": 40}
 GEMMA4 = {
     "gemma4 e4b": dataclasses.replace(gemma4.ModelConfig.gemma4_e4b(), **_GEMMA4, per_layer_input_dim=8),
     "gemma4 31b": dataclasses.replace(gemma4.ModelConfig.gemma4_31b(), **_GEMMA4, num_global_kv_heads=4),
