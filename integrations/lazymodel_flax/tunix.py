@@ -73,7 +73,7 @@ def load_and_create_model(
     flat = {"/".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
     with open_checkpoint(file_dir) as checkpoint:
         found, unused = _values(key_mapping(config), checkpoint, flat, preprocess_fn)
-        found = found if dtype is None else {path: value.astype(dtype) for path, value in found.items()}
+        found = {path: value.astype(_canonical(dtype or value.dtype)) for path, value in found.items()}
 
         def zeros() -> Any:
             """The model without its initial values, in the dtypes of the checkpoint."""
@@ -159,9 +159,14 @@ def _values(
     return values, [name for name in checkpoint if name not in used]
 
 
+def _canonical(dtype: Any) -> Any:
+    """The dtype of a JAX array of these values, with 32 bits unless `jax_enable_x64` is set."""
+    return jax.dtypes.canonicalize_dtype(dtype)
+
+
 def _preprocessed(preprocess_fn: _Preprocess, tensors: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
     """The result of a function of arrays, from lazy tensors: it is traced, and its equations move these."""
-    shapes = {key: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for key, tensor in tensors.items()}
+    shapes = {key: jax.ShapeDtypeStruct(tensor.shape, _canonical(tensor.dtype)) for key, tensor in tensors.items()}
     try:
         jaxpr, result = jax.make_jaxpr(preprocess_fn, return_shape=True)(shapes)
     except Exception as error:
