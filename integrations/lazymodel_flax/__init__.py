@@ -1,9 +1,9 @@
 """lazymodel for Flax: NNX modules and Linen modules, built abstractly.
 
 `lazymodel.build_abstract` finds this package by itself once Flax is imported; the core does everything else. `tunix`
-has tables that load Hugging Face checkpoints into Tunix' models.
+loads Hugging Face checkpoints into Tunix' models by Tunix' own tables.
 
-    >>> import jax, lazymodel as lm
+    >>> import jax, numpy as np, lazymodel as lm
     >>> from flax import linen, nnx
     >>> from lazymodel_flax import tunix
     >>> module = lm.build_abstract(nnx.Linear, 8, 16, rngs=nnx.Rngs(0)).materialize()

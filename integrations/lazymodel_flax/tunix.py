@@ -1,146 +1,256 @@
-"""Hugging Face checkpoints in Tunix' models: a `WeightMap` for each family, from the model's own config.
+"""Hugging Face checkpoints in Tunix' models, read by Tunix' own tables (google-tunix 0.1.7).
 
-The tables do the same as Tunix' own safetensors loaders (`tunix.models.*.params`, google-tunix 0.1.7). The tensors stay
-lazy: every device reads its own shards, from checkpoints in any format that lazymodel opens, and `lm.save(model,
-folder, mapping=table)` writes Hugging Face's names again. Tunix itself is not imported.
+A table of Tunix maps a regular expression to (name, (axes, shape)); a function that stacks tensors then runs on whole
+arrays. Here both run without values: the tensors stay lazy, every device reads its own shards, from checkpoints in any
+format that lazymodel opens, and the same steps are a `WeightMap`, which also saves.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import re
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
-from lazymodel import From, WeightMap
+import jax
+import numpy as np
+from flax import nnx
+from jax.extend import core as jex
 
-__all__ = ["gemma3", "llama3", "qwen3"]
+from lazymodel import CheckpointError, LazyModelError, LazyTensor, WeightMap, build_abstract, open_checkpoint
+from lazymodel._abstract.framework import ModelSpec
+from lazymodel._mapping.match import MappedCheckpoint, described, given_checkpoint, given_tensors
+from lazymodel._mapping.recorded import recorded
+from lazymodel._programs.jaxprs import inner_jaxpr, opened
+from lazymodel._show.text import listed
+from lazymodel._tensors.shards import stored_tensors
 
-_QUERY = "(heads dim) model -> model heads dim"  # the variable's shape gives the number of heads
-_EINSUM = "(heads dim) model -> heads model dim"
-_OUT = "model (heads dim) -> heads dim model"
+__all__ = ["from_key_mapping", "gemma", "gemma3", "gemma4", "llama3", "load_and_create_model", "qwen2", "qwen3"]
+
+# Regular expression of a tensor's name → name of the variable, and None or (axes or None, shape or None).
+_KeyMapping = Mapping[str, tuple[str, tuple[Any, Any] | None]]
+_Preprocess = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-def llama3(config: Any) -> WeightMap:
-    """The table for `tunix.models.llama3.model.Llama3(config)`, also for Llama 3.1 and 3.2.
+def load_and_create_model(
+    file_dir: str,
+    model_class: Callable[..., Any],
+    config: Any,
+    key_mapping: Callable[[Any], _KeyMapping],
+    mesh: jax.sharding.Mesh | None = None,
+    preprocess_fn: _Preprocess | None = None,
+    dtype: Any = None,
+    mode: str = "auto",
+) -> Any:
+    """Replaces `tunix.models.safetensors_loader.load_and_create_model`: the same arguments, the same model bit for bit.
+
+    Assigned there, it also loads for Tunix' `create_model_from_safe_tensors` and `AutoModel`.
+
+    Args:
+        file_dir: A folder, file or URL for `open_checkpoint`.
+        model_class: Called as `model_class(config, rngs=nnx.Rngs(params=0))`.
+        config: Its configuration.
+        key_mapping: A function of the configuration that returns a table.
+        mesh: Variables are sharded by the mesh axes in their metadata; without a mesh, all are on the first device.
+        preprocess_fn: As for `from_key_mapping`.
+        dtype: That of all variables; None keeps the checkpoint's.
+        mode: Has no effect.
+
+    Raises:
+        CheckpointError: A tensor is missing, or does not fit; two tensors become one variable.
+        LazyModelError: `preprocess_fn` computes values.
+
+    Example:
+        >>> table = {r"up\\.weight": ("kernel", ((1, 0), None)), r"up\\.bias": ("bias", None)}
+        >>> lm.save({"up.weight": np.ones((16, 8)), "up.bias": np.ones(16)}, "hf/model.safetensors")
+        >>> build = lambda config, rngs: nnx.Linear(8, config, rngs=rngs)
+        >>> tunix.load_and_create_model("hf", build, 16, lambda config: table).kernel.shape
+        (8, 16)
+    """
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        graphdef, state = nnx.split(nnx.eval_shape(lambda: model_class(config, rngs=nnx.Rngs(params=0))))
+    flat = {"/".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
+    with open_checkpoint(file_dir) as checkpoint:
+        found, unused = _values(key_mapping(config), checkpoint, flat, preprocess_fn)
+        found = {path: value.astype(_canonical(dtype or value.dtype)) for path, value in found.items()}
+
+        def zeros() -> Any:
+            """The model without its initial values, in the dtypes of the checkpoint."""
+            arrays = [
+                jax.numpy.zeros(each.shape, getattr(found.get(path), "dtype", None)) for path, each in flat.items()
+            ]
+            return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), arrays))
+
+        zeros.__name__ = getattr(model_class, "__name__", "model")  # in messages
+        abstract = build_abstract(zeros)
+        abstract = abstract if mesh is None else abstract.shard(mesh)
+        return abstract.materialize(MappedCheckpoint(found, checkpoint, unused), initialize="nothing")
+
+
+def from_key_mapping(
+    key_mapping: _KeyMapping, checkpoint: Any, model: Any, preprocess_fn: _Preprocess | None = None
+) -> WeightMap:
+    """The `WeightMap` of a table of Tunix, to load with, and to save a model under the names of a checkpoint.
+
+    Args:
+        key_mapping: Regular expression of a tensor's name → (name of the variable, None or (axes, shape)). The tensor
+            is transposed to these axes, then reshaped; either may be None. As in Tunix, an expression matches at the
+            beginning of a name, and a name that not exactly one of them matches is ignored.
+        checkpoint: Has names and shapes, as for `map_checkpoint`; nothing is read.
+        model: Abstract or live. Tensors for which it has no variable are ignored.
+        preprocess_fn: A function of all tensors by the names of the table. It is traced, so it must only move elements,
+            such as `jnp.stack` and `jnp.transpose`.
+
+    Raises:
+        CheckpointError: A tensor does not have the elements of its shape; two tensors become one variable.
+        LazyModelError: `preprocess_fn` computes values, or no entry of a `WeightMap` makes a variable as it does.
+
+    Example:
+        >>> table = {r"h\\.([0-9]+)\\.up": (r"layers.\\1.kernel", ((1, 0), (8, 2, 4)))}
+        >>> model = {"layers": [{"kernel": jax.numpy.ones((8, 2, 4))}]}
+        >>> print(tunix.from_key_mapping(table, {"h.0.up": np.ones((8, 8))}, model))
+        lm.WeightMap(
+            {
+                "layers/0/kernel": lm.From("h.0.up").rearrange("(axis0 axis1) axis2 -> axis2 axis0 axis1"),
+            }
+        )
+    """
+    tensors = given_tensors(checkpoint)
+    paths = model if isinstance(model, ModelSpec) else given_checkpoint(model)
+    values, unused = _values(key_mapping, tensors, paths, preprocess_fn)
+    entries, left = recorded(values, tensors)
+    if left:
+        raise LazyModelError(
+            f"no entry of a WeightMap makes {listed(map(repr, left))} as the table and preprocess_fn do; "
+            "tunix.load_and_create_model loads such a model, and it cannot be saved under these names"
+        )
+    return WeightMap(entries, ignore=unused)
+
+
+def _values(
+    key_mapping: _KeyMapping, checkpoint: Mapping[str, Any], paths: Container[str], preprocess_fn: _Preprocess | None
+) -> tuple[dict[str, LazyTensor], list[str]]:
+    """The value of each variable, by path, and the tensors of which there is none."""
+    named: dict[str, LazyTensor] = {}
+    origins: dict[str, list[str]] = {}
+    for name, tensor in checkpoint.items():
+        matches = [(re.sub(regex, *(to[0], name)), to[1]) for regex, to in key_mapping.items() if re.match(regex, name)]
+        if len(matches) == 1:
+            ((key, (axes, shape)),) = [(key, moves or (None, None)) for key, moves in matches]
+            try:
+                moved = tensor.transpose(axes) if axes else tensor
+                named[key] = moved.reshape(shape) if shape else moved
+            except ValueError as error:
+                raise CheckpointError(
+                    f"{described(checkpoint)}: the table makes {key!r} of {name!r}, {list(tensor.shape)}, with axes "
+                    f"{axes} and shape {shape}: {error}; is this the checkpoint of another configuration?"
+                ) from error
+            origins.setdefault(key, []).append(name)
+    changed = named if preprocess_fn is None else _preprocessed(preprocess_fn, named)
+    values: dict[str, LazyTensor] = {}
+    for key, value in changed.items():
+        if (path := key.removesuffix(".value").replace(".", "/")) not in paths:
+            continue
+        if len(both := origins.get(key, [])) > 1:
+            raise CheckpointError(f"{described(checkpoint)}: the table makes {path!r} of {listed(map(repr, both))}")
+        values[path] = value
+    used = {tensor.name for path, value in values.items() for tensor in stored_tensors(value, path)}
+    return values, [name for name in checkpoint if name not in used]
+
+
+def _canonical(dtype: Any) -> Any:
+    """The dtype of a JAX array of these values, with 32 bits unless `jax_enable_x64` is set."""
+    return jax.dtypes.canonicalize_dtype(dtype)
+
+
+def _preprocessed(preprocess_fn: _Preprocess, tensors: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """The result of a function of arrays, from lazy tensors: it is traced, and its equations move these."""
+    shapes = {key: jax.ShapeDtypeStruct(tensor.shape, _canonical(tensor.dtype)) for key, tensor in tensors.items()}
+    try:
+        jaxpr, result = jax.make_jaxpr(preprocess_fn, return_shape=True)(shapes)
+    except Exception as error:
+        raise LazyModelError(
+            f"preprocess_fn cannot be traced: {error}. It gets arrays without values, of the shapes of the table and "
+            "the checkpoint; is this the checkpoint of another configuration?"
+        ) from error
+    return jax.tree.unflatten(jax.tree.structure(result), _moved(jaxpr, jax.tree.leaves(tensors)))
+
+
+def _moved(jaxpr: Any, values: list[Any]) -> list[Any]:
+    """The results of a jaxpr of which each equation only moves elements."""
+    jaxpr, consts = opened(jaxpr)
+    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values], strict=True))
+    for eqn in jaxpr.eqns:
+        name, params = eqn.primitive.name, eqn.params
+        operands = [each.val if isinstance(each, jex.Literal) else known[each] for each in eqn.invars]
+        if name in ("jit", "pjit"):
+            results = _moved(inner_jaxpr(eqn), operands)
+        elif move := _MOVES.get(name):
+            results = [move(*operands, params)]
+        else:
+            raise LazyModelError(
+                f"preprocess_fn computes {name!r}; it must only move elements ({', '.join(_MOVES)}), since tensors are "
+                "not read before their devices need them. Load this model with Tunix' own load_and_create_model"
+            )
+        known.update(zip(eqn.outvars, results, strict=True))
+    return [known[each] for each in jaxpr.outvars]
+
+
+def _expanded(x: Any, params: dict[str, Any]) -> Any:
+    shape = [1] * len(params["shape"])
+    for axis, extent in zip(params["broadcast_dimensions"], x.shape, strict=True):
+        shape[axis] = extent
+    return np.broadcast_to(np.reshape(x, shape), params["shape"])
+
+
+def _sliced(x: Any, params: dict[str, Any]) -> Any:
+    steps = params["strides"] or [None] * x.ndim
+    return x[tuple(map(slice, params["start_indices"], params["limit_indices"], steps))]
+
+
+# Primitive → the same on lazy tensors.
+_MOVES: dict[str, Callable[..., Any]] = {
+    "broadcast_in_dim": _expanded,
+    "concatenate": lambda *xs: np.concatenate(xs[:-1], xs[-1]["dimension"]),
+    "convert_element_type": lambda x, params: x.astype(params["new_dtype"]),
+    "reshape": lambda x, params: np.reshape(x, params["new_sizes"]),
+    "slice": _sliced,
+    "squeeze": lambda x, params: np.squeeze(x, params["dimensions"]),
+    "stack": lambda *xs: np.stack(xs[:-1], xs[-1]["axis"]),
+    "transpose": lambda x, params: np.transpose(x, params["permutation"]),
+}
+
+
+def _family(name: str, model: str, params: str = "params", preprocess: str = "") -> Callable[[Any, Any], WeightMap]:
+    """The function that makes the table for models of a family, from private functions of Tunix."""
+
+    def table(config: Any, checkpoint: Any) -> WeightMap:
+        module = importlib.import_module(f"tunix.models.{name}.{params}")
+        build = getattr(importlib.import_module(f"tunix.models.{name}.model"), model)
+        abstract = build_abstract(build, config, rngs=nnx.Rngs(params=0))
+        change = getattr(module, preprocess) if preprocess else None
+        change = change(config) if change and preprocess == _MAKES else change
+        return from_key_mapping(module._get_key_and_transform_mapping(config), checkpoint, abstract, change)
+
+    table.__name__ = table.__qualname__ = name
+    table.__doc__ = f"""The table for `tunix.models.{name}.model.{model}(config)`: Tunix' own, by `from_key_mapping`.
 
     Args:
         config: Its `ModelConfig`.
+        checkpoint: Has Hugging Face's names and shapes, as for `map_checkpoint`; nothing is read.
 
     Example:
-        >>> from types import SimpleNamespace
-        >>> tunix.llama3(SimpleNamespace(weight_tying=True))
-        WeightMap(11 entries)
+        >>> table = tunix.{name}(config, lm.open_checkpoint("hf"))  # doctest: +SKIP
+        >>> lm.save(model, "trained", mapping=table)  # doctest: +SKIP
     """
-    return _llama_like(_mlp(), tied=config.weight_tying)
+    return table
 
 
-def qwen3(config: Any) -> WeightMap:
-    """The table for `tunix.models.qwen3.model.Qwen3(config)`, dense or with experts, which the model stacks.
-
-    Args:
-        config: Its `ModelConfig`.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> experts = tunix.qwen3(SimpleNamespace(use_tied_embedding=False, num_experts=128))
-        >>> experts
-        WeightMap(15 entries)
-    """
-    layer, theirs = "layers/{layer}", "model.layers.{layer}"
-    norms: dict[str, From | str | None] = {
-        f"{layer}/attn/{name}/w": f"{theirs}.self_attn.{name}.weight" for name in ("q_norm", "k_norm")
-    }
-    if not config.num_experts:
-        return _llama_like(norms | _mlp(), tied=config.use_tied_embedding)
-    experts: dict[str, From | str | None] = {
-        f"{layer}/mlp/{name}_proj": From(f"{theirs}.mlp.experts.{{expert}}.{name}_proj.weight").T.stack("expert")
-        for name in ("gate", "up", "down")
-    }
-    router = {f"{layer}/mlp/router/kernel": From(f"{theirs}.mlp.gate.weight").T}
-    return _llama_like({**norms, **router, **experts}, tied=config.use_tied_embedding)
-
-
-def gemma3(config: Any, prefix: str | None = None) -> WeightMap:
-    """The table for `tunix.models.gemma3.model.Gemma3(config)`, with or without its vision encoder.
-
-    Args:
-        config: Its `ModelConfig`.
-        prefix: The prefix of names of the language model: `model`, or `language_model.model` in checkpoints with
-            vision; these are the defaults for configs without and with vision. If the model has no vision encoder, that
-            of a checkpoint is omitted.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> config = SimpleNamespace(num_heads=4, num_kv_heads=1, head_dim=256, vision_config=None)
-        >>> tunix.gemma3(config)
-        WeightMap(14 entries)
-    """
-    prefix = prefix or ("model" if config.vision_config is None else "language_model.model")
-    layer, theirs = "layers/{layer}", f"{prefix}.layers.{{layer}}"
-    one = config.num_kv_heads * config.head_dim
-    fused = ("q", "k", "v") if config.num_heads == config.num_kv_heads else ("k", "v")
-    joined = From(*(f"{theirs}.self_attn.{name}_proj.weight" for name in fused), sizes=[one] * len(fused))
-    entries: dict[str, From | str | None] = {
-        "embedder/input_embedding": f"{prefix}.embed_tokens.weight",
-        "final_norm/scale": f"{prefix}.norm.weight",
-        f"{layer}/attn/{''.join(fused)}_einsum/w": joined.rearrange(
-            "(parts heads dim) model -> parts heads model dim", parts=len(fused)
-        ),
-        f"{layer}/attn/attn_vec_einsum/w": From(f"{theirs}.self_attn.o_proj.weight").rearrange(_OUT),
-        f"{layer}/attn/_query_norm/scale": f"{theirs}.self_attn.q_norm.weight",
-        f"{layer}/attn/_key_norm/scale": f"{theirs}.self_attn.k_norm.weight",
-        f"{layer}/pre_attention_norm/scale": f"{theirs}.input_layernorm.weight",
-        f"{layer}/post_attention_norm/scale": f"{theirs}.post_attention_layernorm.weight",
-        f"{layer}/pre_ffw_norm/scale": f"{theirs}.pre_feedforward_layernorm.weight",
-        f"{layer}/post_ffw_norm/scale": f"{theirs}.post_feedforward_layernorm.weight",
-        **_mlp(theirs),
-    }
-    if "q" not in fused:
-        entries[f"{layer}/attn/q_einsum/w"] = From(f"{theirs}.self_attn.q_proj.weight").rearrange(_EINSUM)
-    ignore = ["lm_head.weight", "{rest...}rotary_emb.inv_freq"]
-    if config.vision_config is None:
-        ignore += ["vision_tower.{rest...}", "multi_modal_projector.{rest...}"]
-    else:
-        entries |= _siglip()
-    return WeightMap(entries, ignore=ignore)
-
-
-def _siglip() -> dict[str, From | str | None]:
-    ours, theirs = "vision_encoder/siglip_encoder", "vision_tower.vision_model"
-    layer, block = f"{theirs}.encoder.layers.{{block}}", f"{ours}/transformer/blocks/{{block}}"
-    dense = {f"mlp/fc{n}": f"mlp.fc{n}" for n in (1, 2)}
-    for full, short in (("query", "q"), ("key", "k"), ("value", "v"), ("out", "out")):
-        dense[f"attn/{full}_proj"] = f"self_attn.{short}_proj"
-    norms = {f"{block}/ln{n}": f"{layer}.layer_norm{n}" for n in (1, 2)}
-    norms[f"{ours}/transformer/encoder_norm"] = f"{theirs}.post_layernorm"
-    return {
-        f"{ours}/embedding/kernel": From(f"{theirs}.embeddings.patch_embedding.weight").transpose(2, 3, 1, 0),
-        f"{ours}/embedding/bias": f"{theirs}.embeddings.patch_embedding.bias",
-        f"{ours}/pos_embedding": f"{theirs}.embeddings.position_embedding.weight",
-        "embedder/mm_input_projection/w": "multi_modal_projector.mm_input_projection_weight",
-        "embedder/mm_soft_embedding_norm/scale": "multi_modal_projector.mm_soft_emb_norm.weight",
-        **{f"{block}/{name}/kernel": From(f"{layer}.{other}.weight").T for name, other in dense.items()},
-        **{f"{block}/{name}/bias": f"{layer}.{other}.bias" for name, other in dense.items()},
-        **{f"{name}/scale": f"{other}.weight" for name, other in norms.items()},
-        **{f"{name}/bias": f"{other}.bias" for name, other in norms.items()},
-    }
-
-
-def _mlp(theirs: str = "model.layers.{layer}") -> dict[str, From | str | None]:
-    names = ("gate_proj", "up_proj", "down_proj")
-    return {f"layers/{{layer}}/mlp/{name}/kernel": From(f"{theirs}.mlp.{name}.weight").T for name in names}
-
-
-def _llama_like(others: dict[str, From | str | None], *, tied: bool) -> WeightMap:
-    """Entries that Llama 3 and Qwen 3 have in common, and others: the MLP and the norms of queries and keys."""
-    layer, theirs = "layers/{layer}", "model.layers.{layer}"
-    entries: dict[str, From | str | None] = {
-        "embedder/input_embedding": "model.embed_tokens.weight",
-        "final_norm/w": "model.norm.weight",
-        **{f"{layer}/attn/{name}/w": From(f"{theirs}.self_attn.{name}.weight").rearrange(_QUERY)
-           for name in ("q_proj", "k_proj", "v_proj")},
-        f"{layer}/attn/o_proj/w": From(f"{theirs}.self_attn.o_proj.weight").rearrange(_OUT),
-        **{f"{layer}/{name}/w": f"{theirs}.{name}.weight" for name in ("input_layernorm", "post_attention_layernorm")},
-        **others,
-    }  # fmt: skip
-    if not tied:
-        entries["lm_head/w"] = From("lm_head.weight").T
-    return WeightMap(entries, ignore=["{rest...}rotary_emb.inv_freq", *(["lm_head.weight"] if tied else [])])
+_MAKES = "_make_preprocess_fn"
+llama3 = _family("llama3", "Llama3")
+qwen2 = _family("qwen2", "Qwen2")
+qwen3 = _family("qwen3", "Qwen3", preprocess="_stack_experts")
+gemma = _family("gemma", "Gemma", "params_safetensors", _MAKES)
+gemma3 = _family("gemma3", "Gemma3", "params_safetensors", _MAKES)
+gemma4 = _family("gemma4", "Gemma4", "params_safetensors", _MAKES)

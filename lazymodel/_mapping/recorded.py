@@ -17,16 +17,17 @@ from lazymodel._tensors.lazy import ConcatenatedTensor, LazyTensor
 
 
 def recorded(values: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> tuple[dict[str, From | None], list[str]]:
-    """The entry of each value, None for values that are of no file, and the paths of those that no entry can make.
+    """The entry of each value, None for values of no tensor, and the paths of those that no entry can make.
 
     `tensors` are those of the checkpoint; decoded ones may be views.
     """
     entries: dict[str, From | None] = {}
     left: list[str] = []
-    parts = _Parts([value for value in values.values() if isinstance(value, LazyTensor)], tensors)
+    read = [value for value in values.values() if isinstance(value, LazyTensor)]
+    parts = _Parts([*read, *itertools.chain(*map(_stacked, read))], tensors)
     written = set[str]()
     for path, value in values.items():
-        if not isinstance(value, LazyTensor) or not value.file:
+        if not isinstance(value, LazyTensor) or not (value.file or value.name in tensors):
             entries[path] = None
         elif not parts.is_named(value) or set(path) & set("{}") or (entry := _entry(value, parts)) is None:
             left.append(path)
@@ -105,11 +106,44 @@ def _entry(value: LazyTensor, parts: _Parts) -> From | None:
     if any(step.bitcast or step.function is not None for step in value.steps):
         return None
     if isinstance(value.source, ConcatenatedTensor):
+        if pieces := _stacked(value):
+            return _joined(value, pieces, parts)
         pieces, whole = value.source.pieces, LazyTensor(value.source)
         found = _entry(cast(LazyTensor, pieces[0]), parts) if len(pieces) == 1 else None
     else:
         found, whole = parts.of(value) or (None, value)
     return None if found is None else _rearranged(found, whole, value)
+
+
+def _stacked(value: LazyTensor) -> list[LazyTensor]:
+    """The views that a value stacks along a new axis; empty if it does not."""
+    source = value.source
+    if not isinstance(source, ConcatenatedTensor) or len(source.pieces) == 1 or not _same(value, LazyTensor(source)):
+        return []
+    pieces = [cast(LazyTensor, piece) for piece in source.pieces]
+    return pieces if all(piece.shape[source.axis : source.axis + 1] == (1,) for piece in pieces) else []
+
+
+def _joined(value: LazyTensor, pieces: list[LazyTensor], parts: _Parts) -> From | None:
+    """The entry that joins tensors along their first axis and rearranges them, if a value stacks the same view of each.
+
+    Joined, tensors of one shape follow each other: the stacked axis has the stride of a whole one.
+    """
+    names, wholes = zip(*map(parts.tensor, pieces), strict=True)
+    first, shape = pieces[0].geometry(), wholes[0].shape
+    alike = all(
+        (piece.geometry().strides, piece.geometry().start, piece.size) == (first.strides, 0, whole.size)
+        and whole.shape == shape
+        and parts.is_named(piece)
+        and not any(step.bitcast or step.function is not None for step in piece.steps)
+        for piece, whole in zip(pieces, wholes, strict=True)
+    )
+    if not alike or not shape:
+        return None
+    whole, axis = LazyTensor(ConcatenatedTensor(wholes, 0)), cast(ConcatenatedTensor, value.source).axis
+    strides = [*first.strides[:axis], wholes[0].size * pieces[0].itemsize_stored, *first.strides[axis + 1 :]]
+    turned = whole.at(np.lib.stride_tricks.as_strided(whole.addresses, value.shape, strides, writeable=False))
+    return _rearranged(From(*names, sizes=[shape[0]] * len(names)), whole, turned)
 
 
 def _rearranged(source: From, whole: LazyTensor, value: LazyTensor) -> From | None:

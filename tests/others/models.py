@@ -179,15 +179,19 @@ _TUNIX = (
     ("Tunix Llama 3.1 8B", _tunix(llama3.Llama3, llama3.ModelConfig.llama3p1_8b()), "`tunix.llama3`"),
     ("Tunix Qwen 3 8B", _tunix(qwen3.Qwen3, qwen3.ModelConfig.qwen3_8b()), "`tunix.qwen3`"),
     ("Tunix Qwen 3 30B-A3B", _tunix(qwen3.Qwen3, qwen3.ModelConfig.qwen3_30b_a3b(), **_MOE), "`tunix.qwen3`"),
-    ("Tunix Qwen 2.5 7B", _tunix(qwen2.Qwen2, qwen2.ModelConfig.qwen2p5_7b()), "`WeightMap.suggest`, as it is"),
+    ("Tunix Qwen 2.5 7B", _tunix(qwen2.Qwen2, qwen2.ModelConfig.qwen2p5_7b()), "`tunix.qwen2`"),
     (
         "Tunix Gemma 2 9B",
         _tunix(gemma.Gemma, _GEMMA2, "num_embed", attention_types=tuple(_GEMMA2.attention_types)[:3]),
-        "`WeightMap.suggest`, as it is",
+        "`tunix.gemma`",
     ),
     ("Tunix Gemma 3 12B", _tunix(gemma3.Gemma3, gemma3.ModelConfig.gemma3_12b_it(), "num_embed"), "`tunix.gemma3`"),
-    ("Tunix Gemma 4 31B", _tunix(gemma4.Gemma4, gemma4.ModelConfig.gemma4_31b(), "num_embed"), "–"),
-    ("Tunix Gemma 4 26B-A4B", _tunix(gemma4.Gemma4, gemma4.ModelConfig.gemma4_26b_a4b(), "num_embed"), "–"),
+    ("Tunix Gemma 4 31B", _tunix(gemma4.Gemma4, gemma4.ModelConfig.gemma4_31b(), "num_embed"), "`tunix.gemma4`"),
+    (
+        "Tunix Gemma 4 26B-A4B",
+        _tunix(gemma4.Gemma4, gemma4.ModelConfig.gemma4_26b_a4b(), "num_embed"),
+        "`tunix.gemma4`",
+    ),
 )
 MODELS = {
     model.name: model
