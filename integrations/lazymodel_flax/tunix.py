@@ -226,7 +226,12 @@ def _family(name: str, model: str, params: str = "params", preprocess: str = "")
     """The function that makes the table for models of a family, from private functions of Tunix."""
 
     def table(config: Any, checkpoint: Any) -> WeightMap:
-        module = importlib.import_module(f"tunix.models.{name}.{params}")
+        try:
+            module = importlib.import_module(f"tunix.models.{name}.{params}")
+        except ModuleNotFoundError as error:
+            raise LazyModelError(
+                f"the tables are Tunix' own, and {error.name} is not installed: pip install google-tunix"
+            ) from error
         build = getattr(importlib.import_module(f"tunix.models.{name}.model"), model)
         abstract = build_abstract(build, config, rngs=nnx.Rngs(params=0))
         change = getattr(module, preprocess) if preprocess else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +182,9 @@ def test_what_no_entry_makes() -> None:
     tensors, model = {"up.weight": np.ones((16, 8))}, {"kernel": jnp.ones((8, 4))}
     with pytest.raises(lm.LazyModelError, match="no entry of a WeightMap makes 'kernel'"):
         tunix.from_key_mapping(PLAIN, tensors, model, lambda t: {"kernel": t["kernel"][:, :4]})
+
+
+def test_without_tunix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tunix", None)
+    with pytest.raises(lm.LazyModelError, match="not installed: pip install google-tunix"):
+        tunix.qwen3(None, {})
