@@ -121,11 +121,15 @@ def arguments(doc: str | None, *, runs: int | None = None, json: bool = True) ->
 
 
 def in_turns(ways: Iterable[str], runs: int, measure: Callable[[str], Measurement]) -> dict[str, list[Measurement]]:
-    """Measures each way, one after the other, so many times."""
+    """Measures each way, one after the other, so many times. A process is slower after some than after others, so every
+    round begins with another way, and every second one goes backwards.
+    """
     results: dict[str, list[Measurement]] = {way: [] for way in ways}
-    for _ in range(runs):
-        for way, found in results.items():
-            found.append(measure(way))
+    order = [*results]
+    for number in range(runs):
+        for way in order[:: -1 if number % 2 else 1]:
+            results[way].append(measure(way))
+        order = [*order[1:], order[0]]
     return results
 
 
