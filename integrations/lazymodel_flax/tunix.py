@@ -245,6 +245,10 @@ def _family(name: str, model: str, params: str = "params", preprocess: str = "")
         config: Its `ModelConfig`.
         checkpoint: Has Hugging Face's names and shapes, as for `map_checkpoint`; nothing is read.
 
+    Raises:
+        LazyModelError: Tunix is not installed.
+        CheckpointError: A tensor does not fit the configuration.
+
     Example:
         >>> table = tunix.{name}(config, lm.open_checkpoint("hf"))  # doctest: +SKIP
         >>> lm.save(model, "trained", mapping=table)  # doctest: +SKIP

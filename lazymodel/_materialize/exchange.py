@@ -36,7 +36,7 @@ from lazymodel._tensors.shards import ReadPartition, divide, grouped, is_exchang
 from lazymodel._tensors.tensor_source import required_ranges
 
 
-def through(
+def _through(
     array: jax.Array, shardings: Iterable[Sharding], finish: Callable[[jax.Array], jax.Array] | None = None
 ) -> jax.Array:
     """While tracing: an array moved through shardings one after the other, then cut; equal bit for bit.
@@ -136,18 +136,24 @@ def exchanged(
         if path in ends:
             stage.meet()
             paths, arrays = list(parts), list[jax.Array]()
-            try:
-                # One program at a time: each has temporaries, and on CPUs two that run at once can wait for each other.
-                with timeline.span("exchange"):
-                    for path in paths:
-                        arrays += stage.together(lambda: [exchanges[path].whole(parts.pop(path))])  # noqa: B023
-            except jax.errors.JaxRuntimeError as error:
-                raise CheckpointError(
-                    f"what processes had read could not be exchanged between them ({listed(map(repr, paths))}): {error}"
-                ) from error
+            # One program at a time: each has temporaries, and on CPUs two that run at once can wait for each other.
+            with timeline.span("exchange"), _named(paths):
+                for path in paths:
+                    arrays += stage.together(lambda: [exchanges[path].whole(parts.pop(path))])  # noqa: B023
             yield from zip(paths, arrays, strict=True)
             del arrays
     assert not parts
+
+
+@contextlib.contextmanager
+def _named(paths: Iterable[str]) -> Generator[None]:
+    """Raises CheckpointError, with the names of variables, if exchanging fails, as when a process is killed."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        raise CheckpointError(
+            f"what processes had read could not be exchanged between them ({listed(map(repr, paths))}): {error}"
+        ) from error
 
 
 @functools.lru_cache(maxsize=256)
@@ -161,7 +167,7 @@ def _exchange_program(partition: ReadPartition) -> Callable[[jax.Array], jax.Arr
         return jax.lax.slice_in_dim(groups, 0, partition.rows, axis=axis + 1).reshape(partition.shape)
 
     def exchange(parts: jax.Array) -> jax.Array:
-        return through(parts, shardings, cut if partition.padded_rows > partition.rows else None)
+        return _through(parts, shardings, cut if partition.padded_rows > partition.rows else None)
 
     return jax.jit(exchange, out_shardings=shardings[-1])
 
@@ -202,7 +208,10 @@ class Share:
             first -= stop - start
 
     def read(self, stage: CollectiveScope) -> np.ndarray:
-        """The bytes of all ranges, one after the other; a collective operation."""
+        """The bytes of all ranges, one after the other; a collective operation.
+
+        Raises CheckpointError if they cannot be read or exchanged, in this or another process.
+        """
         own = np.zeros(-(-self.nbytes // jax.process_count()), np.uint8)
         ranges, done = [*self.own_ranges()], 0
         with reading_ahead([(reader, np.array([[start, stop]])) for reader, start, stop in ranges]):
@@ -210,7 +219,8 @@ class Share:
                 reader.read_into(start, own[done : done + stop - start])
                 done += stop - start
         stage.meet()
-        (everything,) = stage.together(lambda: [_everywhere(own)])
+        with _named(item.path for item in self.items):
+            (everything,) = stage.together(lambda: [_everywhere(own)])
         return np.asarray(everything.addressable_data(0))
 
 
@@ -267,7 +277,10 @@ def shared(
 
 
 def _everywhere(own: np.ndarray) -> jax.Array:
-    """The bytes of all processes, in their order, on devices of each; a collective operation."""
+    """The bytes of all processes, in their order, on devices of each; a collective operation.
+
+    `multihost_utils.process_allgather` would wait in it, so that nobody would notice a process that is killed.
+    """
     devices: dict[int, list[Any]] = {}
     for device in jax.devices():
         devices.setdefault(device.process_index, []).append(device)

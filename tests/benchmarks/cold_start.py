@@ -75,7 +75,8 @@ def start(way: str, task: str, where: str, tokens: int) -> dict[str, Any]:
     def imports() -> None:
         if way in LEAN:
             unused = ("sklearn", "matplotlib")  # Keras imports them if they are installed
-            sys.modules.update(dict.fromkeys(unused))  # type: ignore[arg-type]
+            hidden: Any = dict.fromkeys(unused)  # name → None: an import of it raises ImportError
+            sys.modules.update(hidden)
             import lazymodel_keras as lk
 
             for name in unused:
