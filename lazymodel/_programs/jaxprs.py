@@ -366,19 +366,24 @@ class Canonical:
 
 def equations(jaxpr: Any) -> Iterator[Any]:
     """The equations of a jaxpr, each before those inside it."""
-    for eqn in opened(jaxpr)[0].eqns:
+    return each_equation(opened(jaxpr)[0].eqns)
+
+
+def each_equation(eqns: Iterable[Any]) -> Iterator[Any]:
+    """Equations, each before those inside it."""
+    for eqn in eqns:
         yield eqn
         for inner in inner_jaxprs(eqn):
-            yield from equations(inner)
+            yield from each_equation(inner.eqns)
 
 
-def is_partitionable(jaxpr: Any) -> bool:
+def is_partitionable(eqns: Iterable[Any]) -> bool:
     """Returns True if XLA may split a computation over devices without changing a bit of its result.
 
     True for elementwise operations, data movement, counter-based random bits and operations that are exact in any
     order. False for floating-point sums, contractions and factorizations: partial sums would be added in another order.
     """
-    for eqn in equations(jaxpr):
+    for eqn in each_equation(eqns):
         name = eqn.primitive.name
         if name in JIT or name in CALLS or name in CONTROL:
             continue
@@ -406,9 +411,9 @@ def is_floating(aval: Any) -> bool:
     return not is_key(aval.dtype) and bool(jax.numpy.issubdtype(aval.dtype, np.inexact))
 
 
-def named_devices(jaxpr: Any) -> frozenset[tuple[Any, ...]]:
+def named_devices(eqns: Iterable[Any]) -> frozenset[tuple[Any, ...]]:
     """The devices, in order, that a computation names itself: in `shard_map`, or in shardings of compiled functions."""
-    params = [value for eqn in equations(jaxpr) for value in eqn.params.values()]
+    params = [value for eqn in each_equation(eqns) for value in eqn.params.values()]
     each = [item for value in params for item in (cast(Any, value) if isinstance(value, tuple) else (value,))]
     named = [item.mesh if isinstance(item, jax.sharding.NamedSharding) else item for item in each]
     meshes = [mesh for mesh in named if isinstance(mesh, jax.sharding.Mesh) and not mesh.empty]

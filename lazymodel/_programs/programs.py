@@ -282,7 +282,7 @@ def _compile(recipe: InitRecipe, shardings: tuple[Sharding, ...]) -> InitProgram
             return compile_kernels(kernels, structs, shardings, settings(recipe))
         traced = jax.jit(recipe.function, out_shardings=shardings).trace(*structs)
         if any(len(sharding.device_set) > 1 for sharding in shardings):
-            partitionable = is_partitionable(traced.jaxpr)
+            partitionable = is_partitionable(traced.jaxpr.eqns)
             if partitionable and _has_ragged_rows(traced, shardings):
                 partitionable = not is_approximate(traced.jaxpr)
             if not partitionable and kernels is not None:

@@ -119,7 +119,7 @@ def _is_separable(closed: Any) -> bool:
     converted = (eqn for eqn in equations(jaxpr) if eqn.primitive.name == "convert_element_type")
     if rounding and any(eqn.invars[0].aval.dtype == np.bool_ for eqn in converted):
         return False
-    return is_partitionable(jaxpr) and len(rounding) <= 1 and not any(map(_has_constant, rounding))
+    return is_partitionable(jaxpr.eqns) and len(rounding) <= 1 and not any(map(_has_constant, rounding))
 
 
 def _rounding(jaxpr: Any) -> Iterator[Any]:
@@ -233,6 +233,11 @@ class _Step:
         if value.step is None or passes or not is_floating(value.aval):
             return False
         return self.unit is None or value.step.unit != self.unit
+
+    @property
+    def eqns(self) -> Sequence[Any]:
+        """What it computes."""
+        return [self.eqn] if self.part is None else self.part.eqns
 
     def jaxpr(self) -> Any:
         """The equation as a jaxpr of its `free` operands."""
@@ -432,7 +437,7 @@ class Graph:
             self._parts[unit] = [
                 (part, [value for value in self._compiled[unit] if value.step in part])
                 for part in {id(part): part for part in part_of.values()}.values()
-                if not all(is_partitionable(step.jaxpr()) for step in part)
+                if not all(is_partitionable(step.eqns) for step in part)
             ]
         return self._parts[unit]
 
@@ -455,7 +460,7 @@ class Graph:
                 continue
             # A scan stays whole if all of it is needed and it adds up floats; otherwise unused results are dropped.
             cut = step.name == "scan" and len(step.results) > 1
-            cut = cut and (len(needed) < len(step.results) or is_partitionable(step.jaxpr()))
+            cut = cut and (len(needed) < len(step.results) or is_partitionable(step.eqns))
             parts = [_cut(step, value) for value in needed] if cut else [step]
             for part in parts:
                 live.update(part.operands)
@@ -466,8 +471,8 @@ class Graph:
     def _recipe(self, group: Sequence[tuple[str, Value]]) -> InitRecipe:
         values = [value for _, value in group]
         steps = _needed_steps(values)
-        devices = frozenset[Any]().union(*(named_devices(step.jaxpr()) for step in steps if not step.moves))
-        partitionable = all(is_partitionable(step.jaxpr()) for step in steps)
+        devices = frozenset[Any]().union(*(named_devices(step.eqns) for step in steps if not step.moves))
+        partitionable = all(is_partitionable(step.eqns) for step in steps)
         by_kernel = bool(devices) or not partitionable
         if by_kernel:
             values = self._completed(values)
