@@ -234,6 +234,8 @@ def recorded(recording: Recording, build: Callable[[], Any], what: str, *, loads
         missing_key = isinstance(error, KeyError)
         layers = known_layers(str(error.args[0]), _indexed_names(recording.files.values())) if missing_key else ""
         reason = f"there is no {error}" if missing_key else error
+        if isinstance(error, FileNotFoundError) and "tokenizer" in str(error):
+            reason = f"{reason} Add it for the preprocessor, or load without one: preprocessor=None"
         raise CheckpointError(f"{what} failed{f' ({files})' if files else ''}: {reason}{layers}") from error
 
 

@@ -10,6 +10,7 @@ from unittest import mock
 
 import h5py
 import keras
+import keras_hub
 import numpy as np
 import pytest
 from jax.sharding import Mesh
@@ -137,6 +138,12 @@ def test_a_damaged_folder(kind: str, case: str, tmp_path: Path) -> None:
     damage(folder)
     message = refused(lk.from_preset, cls, str(folder))
     assert all(part in message for part in found), message
+
+
+def test_a_task_without_its_tokenizer(tmp_path: Path) -> None:
+    folder = save_hugging_face(tmp_path / "llama3", "llama3")
+    message = refused(lk.from_preset, keras_hub.models.Llama3CausalLM, str(folder))
+    assert "tokenizer.json" in message and "preprocessor=None" in message
 
 
 @pytest.mark.parametrize(
