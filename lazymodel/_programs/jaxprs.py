@@ -185,9 +185,9 @@ def one_equation(eqn: Any, literals: Sequence[Any] | None = None) -> Any:
     return jex.Jaxpr((), free, outvars, [eqn.replace(invars=invars, outvars=outvars)], eqn.effects, info)
 
 
-def live_part(jaxpr: Any, index: int) -> tuple[Any, list[bool]]:
-    """A jaxpr reduced to what one of its outputs needs (also inside scans), and which inputs it still uses."""
-    used = [position == index for position in range(len(jaxpr.outvars))]
+def live_part(jaxpr: Any, index: int | None = None) -> tuple[Any, list[bool]]:
+    """A jaxpr reduced to what one of its outputs, or all, need (also inside scans), and which inputs it still uses."""
+    used = [index in (None, position) for position in range(len(jaxpr.outvars))]
     cut, inputs = partial_eval.dce_jaxpr(jaxpr, used)
     return cut, list(inputs)
 
