@@ -498,7 +498,7 @@ def _build(recording: Recording, original: Any, self: Any, variables: Any) -> No
     recording.optimizers.append((weakref.ref(self), [weakref.ref(variable) for variable in variables]))
 
 
-@_upstream.while_recording(_upstream.OPS, "copy")
+@_upstream.while_recording(lambda: _upstream.COPY_OWNERS, "copy")
 def _copy(recording: Recording, original: Any, x: Any) -> Any:
     # ScheduleFreeAdamW assigns copies of the variables to its own. The assigned value can be the variable itself, which
     # has no value yet. Other callers may keep the copy, so they get one.
