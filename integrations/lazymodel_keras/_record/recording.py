@@ -390,7 +390,10 @@ def recording_problem() -> str:
             "Set KERAS_BACKEND=jax before Keras is imported."
         )
     if keras.config.is_nnx_enabled():
-        return "Keras' NNX mode allocates every variable when it is created; unset KERAS_NNX_ENABLED"
+        return (
+            "Keras is in NNX mode, which allocates every variable when it is created. Unset KERAS_NNX_ENABLED, and "
+            "nnx_enabled in keras.json, before Keras is imported."
+        )
     if _upstream.active() is not None:
         return "models are already being built abstractly here; leave the outer block first"
     return ""
