@@ -56,7 +56,7 @@ def _moved(jaxpr: Any, values: Sequence[Any], what: str) -> list[Any]:
             return result if eqn.primitive.multiple_results else [result]
         raise LazyModelError(
             f"{what} computes {name!r}; it must only move elements ({', '.join(_MOVES)}), since tensors are not read "
-            "before their devices need them. Write it with NumPy for lm.map_checkpoint, or load with the code it is of"
+            "before their devices need them. Write it with NumPy for lm.map_checkpoint, or load with the library that it is from"
         )
 
     return walk(jaxpr, values, lambda _, value: value, results)
