@@ -59,7 +59,7 @@ needs_libtpu = pytest.mark.skipif(not HAS_LIBTPU, reason='needs libtpu: pip inst
 # Folder or file under tests/ → the modules that its tests import at the top.
 _NEEDS = {"keras": ("keras", "keras_hub"), "flax": ("flax",), "others": ("flax",)}
 _NEEDS |= {f"others/{name}.py": ("tunix",) for name in ("test_tunix", "test_tunix_rl")}
-_NEEDS |= {f"others/test_{name}.py": (name,) for name in ("easydel", "levanter")}
+_NEEDS |= {"others/test_loading.py": ("flax", "transformers")}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
