@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from lazymodel._errors import LazyModelError
-from lazymodel._programs.jaxprs import inner_jaxpr, live_part, opened, walk
+from lazymodel._programs.jaxprs import inner_jaxpr, walk, without_dead_code
 from lazymodel._tensors.lazy import LazyTensor
 
 
@@ -35,10 +35,9 @@ def traced_result(
             f"{what} cannot be traced: {error}. It gets arrays without values, of the shapes of the checkpoint; is "
             "this the checkpoint of another configuration?"
         ) from error
-    jaxpr, consts = opened(closed)
-    live, used = live_part(jaxpr)  # without initial values that the function replaces
+    live, used = without_dead_code(closed)  # such as initial values that the function replaces
     names = [name for name, is_used in zip(sorted(arrays), used, strict=True) if is_used]
-    moved = _moved(jax.extend.core.ClosedJaxpr(live, consts), [arrays[name] for name in names], what)
+    moved = _moved(live, [arrays[name] for name in names], what)
     return jax.tree.unflatten(jax.tree.structure(result), moved), frozenset(names)
 
 
@@ -56,40 +55,44 @@ def _moved(jaxpr: Any, values: Sequence[Any], what: str) -> list[Any]:
             return result if eqn.primitive.multiple_results else [result]
         raise LazyModelError(
             f"{what} computes {name!r}; it must only move elements ({', '.join(_MOVES)}), since tensors are not read "
-            "before their devices need them. Write it with NumPy for lm.map_checkpoint, or load with the library that it is from"
+            "before their devices need them. Write it with NumPy for lm.map_checkpoint, or load with its own library"
         )
 
     return walk(jaxpr, values, lambda _, value: value, results)
 
 
-def _expanded(x: Any, params: dict[str, Any]) -> Any:
+def _broadcast_in_dim(x: Any, params: Any) -> Any:
     shape = [1] * len(params["shape"])
     for axis, extent in zip(params["broadcast_dimensions"], np.shape(x), strict=True):
         shape[axis] = extent
     return np.broadcast_to(np.reshape(x, shape), params["shape"])
 
 
-def _sliced(x: Any, params: dict[str, Any]) -> Any:
+def _rev(x: Any, params: Any) -> Any:
+    return x[tuple(slice(None, None, -1 if axis in params["dimensions"] else 1) for axis in range(x.ndim))]
+
+
+def _slice(x: Any, params: Any) -> Any:
     steps = params["strides"] or [None] * x.ndim
     return x[tuple(map(slice, params["start_indices"], params["limit_indices"], steps))]
 
 
-def _reversed(x: Any, params: dict[str, Any]) -> Any:
-    return x[tuple(slice(None, None, -1 if axis in params["dimensions"] else 1) for axis in range(x.ndim))]
+def _same(x: Any, params: Any) -> Any:
+    return x
 
 
-# Primitive → the same on lazy tensors.
+# Primitive → the same on lazy tensors, which are followed by its parameters.
 _MOVES: dict[str, Callable[..., Any]] = {
-    "broadcast_in_dim": _expanded,
+    "broadcast_in_dim": _broadcast_in_dim,
     "concatenate": lambda *xs: np.concatenate(xs[:-1], xs[-1]["dimension"]),
-    "convert_element_type": lambda x, params: x.astype(params["new_dtype"]),
-    "copy": lambda x, params: x,
-    "reshape": lambda x, params: np.reshape(x, params["new_sizes"]),
-    "rev": _reversed,
-    "sharding_constraint": lambda x, params: x,
-    "slice": _sliced,
-    "split": lambda x, params: np.split(x, np.cumsum(params["sizes"])[:-1], params["axis"]),
-    "squeeze": lambda x, params: np.squeeze(x, params["dimensions"]),
+    "convert_element_type": lambda *xs: xs[0].astype(xs[1]["new_dtype"]),
+    "copy": _same,
+    "reshape": lambda *xs: np.reshape(xs[0], xs[1]["new_sizes"]),
+    "rev": _rev,
+    "sharding_constraint": _same,
+    "slice": _slice,
+    "split": lambda *xs: np.split(xs[0], np.cumsum(xs[1]["sizes"])[:-1], xs[1]["axis"]),
+    "squeeze": lambda *xs: np.squeeze(xs[0], xs[1]["dimensions"]),
     "stack": lambda *xs: np.stack(xs[:-1], xs[-1]["axis"]),
-    "transpose": lambda x, params: np.transpose(x, params["permutation"]),
+    "transpose": lambda *xs: np.transpose(xs[0], xs[1]["permutation"]),
 }

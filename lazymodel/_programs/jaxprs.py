@@ -185,11 +185,18 @@ def one_equation(eqn: Any, literals: Sequence[Any] | None = None) -> Any:
     return jex.Jaxpr((), free, outvars, [eqn.replace(invars=invars, outvars=outvars)], eqn.effects, info)
 
 
-def live_part(jaxpr: Any, index: int | None = None) -> tuple[Any, list[bool]]:
-    """A jaxpr reduced to what one of its outputs, or all, need (also inside scans), and which inputs it still uses."""
-    used = [index in (None, position) for position in range(len(jaxpr.outvars))]
+def live_part(jaxpr: Any, index: int) -> tuple[Any, list[bool]]:
+    """A jaxpr reduced to what one of its outputs needs (also inside scans), and which inputs it still uses."""
+    used = [position == index for position in range(len(jaxpr.outvars))]
     cut, inputs = partial_eval.dce_jaxpr(jaxpr, used)
     return cut, list(inputs)
+
+
+def without_dead_code(closed: Any) -> tuple[Any, list[bool]]:
+    """A closed jaxpr reduced to what its outputs need, and which inputs it still uses."""
+    jaxpr, consts = opened(closed)
+    cut, inputs = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return jex.ClosedJaxpr(cut, consts), list(inputs)
 
 
 def walk(
