@@ -70,8 +70,8 @@ bfloat16 onto 8 devices, and compares all values (peaks of private memory, as mu
 |---|---|---|
 | Levanter, Llama (`load_pretrained`) | 3.3 s; 8.1 × | **0.6 s; 1.1 ×** |
 | Levanter, Mixtral with 8 experts | 1.9 s; 6.0 × | **0.5 s; 1.1 ×** |
-| EasyDeL, Llama (`from_pretrained`, streaming) | EDL1 | **EDL2** |
-| EasyDeL, Qwen 3 with 8 experts | EDL3 | **EDL4** |
+| EasyDeL, Llama (`from_pretrained`, streaming) | 3.6 s; 1.6 × | **1.6 s; 1.3 ×** |
+| EasyDeL, Qwen 3 with 8 experts | 16.6 s; 4.6 × | **2.7 s; 1.3 ×** |
 
 ## Environments
 
