@@ -14,15 +14,13 @@ from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
-from jax.extend import core as jex
 
 from lazymodel import CheckpointError, LazyModelError, LazyTensor, WeightMap, build_abstract, open_checkpoint
 from lazymodel._abstract.framework import ModelSpec
 from lazymodel._mapping.match import MappedCheckpoint, described, given_checkpoint, given_tensors
 from lazymodel._mapping.recorded import recorded
-from lazymodel._programs.jaxprs import inner_jaxpr, opened
+from lazymodel._mapping.traced import traced_result
 from lazymodel._show.text import listed
 from lazymodel._tensors.shards import stored_tensors
 
@@ -147,7 +145,7 @@ def _values(
                     f"{axes} and shape {shape}: {error}; is this the checkpoint of another configuration?"
                 ) from error
             origins.setdefault(key, []).append(name)
-    changed = named if preprocess_fn is None else _preprocessed(preprocess_fn, named)
+    changed = named if preprocess_fn is None else traced_result(preprocess_fn, named, "preprocess_fn")[0]
     values: dict[str, LazyTensor] = {}
     for key, value in changed.items():
         if (path := key.removesuffix(".value").replace(".", "/")) not in paths:
@@ -162,64 +160,6 @@ def _values(
 def _canonical(dtype: Any) -> Any:
     """The dtype of a JAX array of these values, with 32 bits unless `jax_enable_x64` is set."""
     return jax.dtypes.canonicalize_dtype(dtype)
-
-
-def _preprocessed(preprocess_fn: _Preprocess, tensors: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """The result of a function of arrays, from lazy tensors: it is traced, and its equations move these."""
-    shapes = {key: jax.ShapeDtypeStruct(tensor.shape, _canonical(tensor.dtype)) for key, tensor in tensors.items()}
-    try:
-        jaxpr, result = jax.make_jaxpr(preprocess_fn, return_shape=True)(shapes)
-    except Exception as error:
-        raise LazyModelError(
-            f"preprocess_fn cannot be traced: {error}. It gets arrays without values, of the shapes of the table and "
-            "the checkpoint; is this the checkpoint of another configuration?"
-        ) from error
-    return jax.tree.unflatten(jax.tree.structure(result), _moved(jaxpr, jax.tree.leaves(tensors)))
-
-
-def _moved(jaxpr: Any, values: list[Any]) -> list[Any]:
-    """The results of a jaxpr of which each equation only moves elements."""
-    jaxpr, consts = opened(jaxpr)
-    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values], strict=True))
-    for eqn in jaxpr.eqns:
-        name, params = eqn.primitive.name, eqn.params
-        operands = [each.val if isinstance(each, jex.Literal) else known[each] for each in eqn.invars]
-        if name in ("jit", "pjit"):
-            results = _moved(inner_jaxpr(eqn), operands)
-        elif move := _MOVES.get(name):
-            results = [move(*operands, params)]
-        else:
-            raise LazyModelError(
-                f"preprocess_fn computes {name!r}; it must only move elements ({', '.join(_MOVES)}), since tensors are "
-                "not read before their devices need them. Load this model with Tunix' own load_and_create_model"
-            )
-        known.update(zip(eqn.outvars, results, strict=True))
-    return [known[each] for each in jaxpr.outvars]
-
-
-def _expanded(x: Any, params: dict[str, Any]) -> Any:
-    shape = [1] * len(params["shape"])
-    for axis, extent in zip(params["broadcast_dimensions"], x.shape, strict=True):
-        shape[axis] = extent
-    return np.broadcast_to(np.reshape(x, shape), params["shape"])
-
-
-def _sliced(x: Any, params: dict[str, Any]) -> Any:
-    steps = params["strides"] or [None] * x.ndim
-    return x[tuple(map(slice, params["start_indices"], params["limit_indices"], steps))]
-
-
-# Primitive → the same on lazy tensors.
-_MOVES: dict[str, Callable[..., Any]] = {
-    "broadcast_in_dim": _expanded,
-    "concatenate": lambda *xs: np.concatenate(xs[:-1], xs[-1]["dimension"]),
-    "convert_element_type": lambda x, params: x.astype(params["new_dtype"]),
-    "reshape": lambda x, params: np.reshape(x, params["new_sizes"]),
-    "slice": _sliced,
-    "squeeze": lambda x, params: np.squeeze(x, params["dimensions"]),
-    "stack": lambda *xs: np.stack(xs[:-1], xs[-1]["axis"]),
-    "transpose": lambda x, params: np.transpose(x, params["permutation"]),
-}
 
 
 def _family(name: str, model: str, params: str = "params", preprocess: str = "") -> Callable[[Any, Any], WeightMap]:

@@ -50,8 +50,10 @@ _SCOPE = "stateless_scope"
 # Keras' lazy import of TensorFlow, which it asks for `executing_eagerly` if the package is in `sys.modules`.
 TENSORFLOW = importlib.import_module("keras.src.utils.module_utils").tensorflow
 
+BACKEND: Any = importlib.import_module("keras.src.backend")
+
 # The module in which Keras looks up `convert_to_numpy`, which copies every value whole before it is saved.
-BACKEND = importlib.import_module("keras.src.backend")
+BACKEND_OPS: Any = BACKEND.ops if hasattr(BACKEND, "ops") else BACKEND  # from Keras 3.16 on
 
 # The module in which `global_seed_generator` is looked up, which seeds all random numbers without a seed.
 SEED_GENERATORS = importlib.import_module("keras.src.random.seed_generator")
@@ -59,6 +61,7 @@ SEED_GENERATORS = importlib.import_module("keras.src.random.seed_generator")
 # The modules in which Keras' layers look up quantization functions, and the operations that lay out the results. They
 # only take arrays, so for lazy tensors they are replaced temporarily, in every module that has their names.
 OPS = importlib.import_module("keras.src.ops")
+COPY_OWNERS = [OPS] if BACKEND_OPS is BACKEND else [OPS, BACKEND_OPS.numpy]  # where optimizers look up `copy`
 QUANTIZERS = tuple(importlib.import_module(f"keras.src.quantizers{name}") for name in ("", ".quantizers"))
 
 # The modules in which `keras.saving.load_model` looks up the readers of an Orbax checkpoint (whole, through Orbax), of

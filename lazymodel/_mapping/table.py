@@ -34,10 +34,18 @@ from lazymodel._mapping.entry import (
     unstacked,
     write_entry,
 )
-from lazymodel._mapping.match import MappedCheckpoint, described, given_checkpoint, initial_value, refuse_adapter
+from lazymodel._mapping.match import (
+    MappedCheckpoint,
+    described,
+    given_checkpoint,
+    given_tensors,
+    initial_value,
+    refuse_adapter,
+)
 from lazymodel._mapping.pairs import LowRank, PairSource, pair_products, pair_values
 from lazymodel._mapping.recorded import recorded
 from lazymodel._mapping.suggest import suggest
+from lazymodel._mapping.traced import traced_result
 from lazymodel._show.text import LISTED, closest, first_lines, fold, grouped_names, listed, unnumbered
 from lazymodel._tensors.lazy import LazyTensor, lazy
 
@@ -475,7 +483,9 @@ def map_checkpoint(
         mapping: A `WeightMap`; or a function of the checkpoint that returns the model's structure, or a flat dict of
             paths, built from its tensors with NumPy: `w.T`, `w.reshape`, slices, `np.split`, `np.stack`,
             `np.concatenate`, `astype` and arithmetic with a scalar are computed while shards are read. Other functions
-            of NumPy work too, and read that one tensor whole. None in its result leaves a variable out.
+            of NumPy work too, and read that one tensor whole. None in its result leaves a variable out. A function
+            under `jax.jit` is written with JAX instead, such as the converter of another library: it is traced, and
+            must only move or cast elements.
         abstract: The abstract model, or a live one. A table requires it; a function does not use it.
         strict: True raises for anything that `WeightMap.check` finds wrong. False leaves it out with
             a warning. A variable without an entry is neither: `materialize` decides how it gets a value.
@@ -486,20 +496,27 @@ def map_checkpoint(
     Raises:
         CheckpointError: The table does not match, the function uses a missing tensor, or `checkpoint` is not a
             checkpoint.
-        LazyModelError: A table without an abstract model, or `mapping` is neither a table nor a function.
+        LazyModelError: A table without an abstract model; `mapping` is neither a table nor a function, or is jitted
+            and cannot be traced or computes values.
 
     Example:
         >>> weights = {"up.weight": np.zeros((256, 64), "float32")}
         >>> lm.map_checkpoint(weights, lambda w: {"up": {"kernel": w["up.weight"].T}})["up/kernel"].shape
         (64, 256)
+        >>> lm.map_checkpoint(weights, jax.jit(lambda w: {"up": {"kernel": jax.numpy.transpose(w["up.weight"])}}))
+        MappedCheckpoint(1 variables)
     """
     checkpoint = given_checkpoint(checkpoint)
     if not isinstance(mapping, WeightMap):
         if not callable(cast(Any, mapping)):
             raise LazyModelError(f"a mapping is a WeightMap or a function of the checkpoint; got {mapping!r}")
-        tensors = Tensors(checkpoint)
-        flat = flatten_paths(mapping(tensors))
-        unused = [name for name in checkpoint if name not in tensors.taken]
+        if hasattr(mapping, "trace"):
+            result, taken = traced_result(mapping, given_tensors(checkpoint), _described(mapping))
+        else:
+            tensors = Tensors(checkpoint)
+            result, taken = mapping(tensors), tensors.taken
+        flat = flatten_paths(result)
+        unused = [name for name in checkpoint if name not in taken]
         return MappedCheckpoint({name: lazy(value, name) for name, value in flat.items()}, checkpoint, unused)
     if abstract is None:
         raise LazyModelError("a WeightMap is applied for a model: pass map_checkpoint the abstract model too")
@@ -514,3 +531,7 @@ def map_checkpoint(
             )
         warn(text)
     return MappedCheckpoint(mapped, checkpoint, list(report.unused))
+
+
+def _described(jitted: Any) -> str:
+    return f"the jitted function {getattr(jitted, '__name__', '')}".rstrip()

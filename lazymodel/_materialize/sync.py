@@ -153,18 +153,19 @@ class Sync(Tabled):
         old, rebuild = self._arrays(into, [part for parts in self._parts.values() for part in parts], "sampler")
         _check_apart(given, old)
         moved: dict[int, jax.Array] = {}
-        terms = {"done": "moved", "given": "models differ", "hint": "Call the same Sync in all processes"}
+        targets: dict[str, jax.Array] = {}
+        terms = {"done": "moved afterwards", "given": "models differ", "hint": "Call the same Sync in all processes"}
         shardings = [array.sharding for array in given.values()] if jax.process_count() > 1 else []
-        with agreement(shardings, **terms) as stage:
-            for group in self._groups:
-                sources = [given[path] for path in group.sources]
-                targets = {part: old[part] for path in group.targets for part in self._parts[path]}
-                stage.meet()
-                try:
+        try:
+            with agreement(shardings, **terms) as stage:
+                for group in self._groups:
+                    sources = [given[path] for path in group.sources]
+                    targets = {part: old[part] for path in group.targets for part in self._parts[path]}
+                    stage.meet()
                     new = stage.together(lambda: self._new(group, sources, targets))  # noqa: B023
-                except Exception as error:
-                    raise self._failure(error, targets, old, moved, rebuild) from error
-                moved.update(zip(map(id, targets.values()), new, strict=True))
+                    moved.update(zip(map(id, targets.values()), new, strict=True))
+        except Exception as error:
+            raise self._failure(error, targets, old, moved, rebuild) from error
         return rebuild(moved)
 
     def _new(self, group: Group, sources: list[jax.Array], old: Mapping[str, jax.Array]) -> Sequence[jax.Array]:
@@ -250,7 +251,7 @@ class Sync(Tabled):
         self, error: Exception, targets: Iterable[str], old: Any, moved: dict[int, Any], rebuild: Any
     ) -> Exception:
         """The error for a group that failed; its donated values are lost, so zeros replace them."""
-        lost = [path for path in targets if old[path].is_deleted()]
+        lost = [path for path in targets if old[path].is_deleted() and id(old[path]) not in moved]
         if not moved and not lost:
             return SyncError(f"nothing was moved, the sampler is as it was: {error}", None)
         for path in lost:

@@ -192,6 +192,13 @@ def live_part(jaxpr: Any, index: int) -> tuple[Any, list[bool]]:
     return cut, list(inputs)
 
 
+def without_dead_code(closed: Any) -> tuple[Any, list[bool]]:
+    """A closed jaxpr reduced to what its outputs need, and which inputs it still uses."""
+    jaxpr, consts = opened(closed)
+    cut, inputs = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return jex.ClosedJaxpr(cut, consts), list(inputs)
+
+
 def walk(
     closed: Any,
     inputs: Sequence[Any],

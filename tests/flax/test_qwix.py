@@ -18,6 +18,7 @@ import lazymodel as lm
 from lazymodel_flax import adapter
 from tests.compile_events import compile_events
 from tests.core.trace._eager import same_bytes
+from tests.processes import free_address, printed, run_workers
 from tests.small import make_small
 
 optax, qwix = pytest.importorskip("optax"), pytest.importorskip("qwix")
@@ -166,6 +167,14 @@ def test_a_sampler_whose_quantization_fails(
     assert not rest.head.kernel.array.qvalue.get_value().any()
     head = quantized.materialize(trainer).head.kernel
     assert_same(sync(trainer, into=rest).head.kernel.array, head.array)
+
+
+@pytest.mark.timeout(90)
+def test_a_sampler_of_several_processes_is_quantized_on_the_way(tmp_path: Path) -> None:
+    """If one of them fails, the others have the sampler as far as it got, too."""
+    worker, address = Path(__file__).with_name("_quantized_sync_worker.py"), free_address()
+    codes = run_workers(worker, [(process, 2, address) for process in range(2)], tmp_path, patience=80)
+    assert codes == [0, 0], printed(tmp_path, 2)
 
 
 def test_initial_values_are_quantized(abstract: Any, mesh8: Mesh) -> None:

@@ -47,6 +47,27 @@ def test_it_is_the_first_that_the_package_does(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1].startswith("lazymodel.LazyModelError: lazymodel needs Keras 3.13.2 or")
 
 
+def test_nnx_mode_is_rejected_before_anything_is_read() -> None:
+    script = f"""
+import sys; sys.path[:0] = {[str(ROOT), str(ROOT / "integrations")]}
+import keras, lazymodel as lm, lazymodel_keras as lk
+for call in (
+    lambda: lm.build_abstract(keras.layers.Dense, 2),
+    lambda: lk.load_model("missing.keras"),
+    lambda: lk.deferred().__enter__(),
+):
+    try:
+        call()
+    except lm.LazyModelError as error:
+        print(error)
+"""
+    environment = child_environment() | {"KERAS_NNX_ENABLED": "1"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=120)
+    assert [line.split(".")[0] for line in done.stdout.splitlines()] == [
+        "Keras is in NNX mode, which allocates every variable when it is created"
+    ] * 3, done.stderr
+
+
 def test_what_is_enforced_is_what_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = project["optional-dependencies"]["keras"]

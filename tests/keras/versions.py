@@ -16,7 +16,8 @@ def parts(version: str) -> tuple[int, ...]:
 
 
 KERAS = keras.__version__
-KERAS_HUB = metadata.version("keras-hub")  # without importing it, which takes its time
+_HUBS = metadata.packages_distributions()["keras_hub"]  # without importing it, which takes its time
+KERAS_HUB = metadata.version(_HUBS[0])  # keras-hub or keras-hub-nightly
 
 
 def _needs(name: str, found: str, oldest: str, what: str) -> pytest.MarkDecorator:

@@ -18,6 +18,7 @@ _LLAMA |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 _QWEN = {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48}
 _QWEN |= {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
 _QWEN |= {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+_LOAD = "`WeightMap.suggest`"
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 
 
@@ -33,7 +34,7 @@ def _easydel(name: str, published: dict[str, Any], tiny: dict[str, Any]) -> Call
 MODELS = {
     model.name: model
     for model in (
-        OtherModel("EasyDeL Llama 3.1 8B", "easydel", _easydel("Llama", _LLAMA, {})),
-        OtherModel("EasyDeL Qwen 3 30B-A3B", "easydel", _easydel("Qwen3Moe", _QWEN, _EXPERTS)),
+        OtherModel("EasyDeL Llama 3.1 8B", "easydel", _easydel("Llama", _LLAMA, {}), _LOAD),
+        OtherModel("EasyDeL Qwen 3 30B-A3B", "easydel", _easydel("Qwen3Moe", _QWEN, _EXPERTS), _LOAD),
     )
 }

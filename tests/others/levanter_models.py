@@ -9,6 +9,7 @@ from levanter.models.mixtral import MixtralConfig, MixtralLMHeadModel
 from .kinds import KEY, Call, OtherModel
 
 _TINY = {"hidden_dim": 64, "intermediate_dim": 96, "num_layers": 3, "num_heads": 8, "num_kv_heads": 8}
+_LOAD = "its own function"
 _LARGE = {"hidden_dim": 4096, "intermediate_dim": 14336, "num_layers": 32, "num_heads": 32, "num_kv_heads": 8}
 
 
@@ -25,7 +26,7 @@ def _mixtral(large: bool) -> Call:
 MODELS = {
     model.name: model
     for model in (
-        OtherModel("Levanter Llama 3.1 8B", "levanter", _llama),
-        OtherModel("Levanter Mixtral 8x7B", "levanter", _mixtral),
+        OtherModel("Levanter Llama 3.1 8B", "levanter", _llama, _LOAD),
+        OtherModel("Levanter Mixtral 8x7B", "levanter", _mixtral, _LOAD),
     )
 }

@@ -108,7 +108,10 @@ def lower(
         function = model.train_function if what == "train" else model.predict_function
         cells = {cell.cell_contents.__name__: cell for cell in _upstream.jitted_cells(function)}
         together = cells.pop("concatenate", None)
-        (cell,) = cells.values()
+        cell, *_ = cells.values()
+        if "multi_step_scan" in cells:  # from Keras 3.16 on
+            cell = cells["multi_step_scan"]
+            data = jax.tree.map(lambda batch: _stacked(batch, model.steps_per_execution), data)
         lowered = _lowered(f"{what} {model.name}", cell, (state, data), {}, keep)
 
     def concatenate(compiled: jax.stages.Compiled) -> None:
@@ -119,6 +122,14 @@ def lower(
 
     besides = functools.partial(_run_epoch, model, state[-1]) if what == "train" else concatenate if together else None
     return [LoweredFunction(f"{what}: {model.name} of {_text(data)}", lowered, besides)]
+
+
+def _stacked(batch: jax.ShapeDtypeStruct, count: int) -> jax.ShapeDtypeStruct:
+    """So many batches, along a new first axis that no mesh axis divides."""
+    sharding = batch.sharding
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        sharding = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(None, *sharding.spec))
+    return jax.ShapeDtypeStruct((count, *batch.shape), batch.dtype, sharding=sharding)
 
 
 def _lowered(name: str, cell: CellType, args: Any, kwargs: Any, keep: Keep | None) -> Any:

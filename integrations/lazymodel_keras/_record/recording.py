@@ -390,7 +390,10 @@ def recording_problem() -> str:
             "Set KERAS_BACKEND=jax before Keras is imported."
         )
     if keras.config.is_nnx_enabled():
-        return "Keras' NNX mode allocates every variable when it is created; unset KERAS_NNX_ENABLED"
+        return (
+            "Keras is in NNX mode, which allocates every variable when it is created. Unset KERAS_NNX_ENABLED, and "
+            "nnx_enabled in keras.json, before Keras is imported."
+        )
     if _upstream.active() is not None:
         return "models are already being built abstractly here; leave the outer block first"
     return ""
@@ -498,7 +501,7 @@ def _build(recording: Recording, original: Any, self: Any, variables: Any) -> No
     recording.optimizers.append((weakref.ref(self), [weakref.ref(variable) for variable in variables]))
 
 
-@_upstream.while_recording(_upstream.OPS, "copy")
+@_upstream.while_recording(lambda: _upstream.COPY_OWNERS, "copy")
 def _copy(recording: Recording, original: Any, x: Any) -> Any:
     # ScheduleFreeAdamW assigns copies of the variables to its own. The assigned value can be the variable itself, which
     # has no value yet. Other callers may keep the copy, so they get one.

@@ -131,7 +131,7 @@ def _set(_: _Saving, original: Any, self: Any, key: str, value: Any) -> None:
     original(self, key, value)
 
 
-@_patches.replacing(_upstream.BACKEND, "convert_to_numpy")
+@_patches.replacing(_upstream.BACKEND_OPS, "convert_to_numpy")
 def _convert(_: _Saving, original: Any, x: Any) -> Any:
     return x if isinstance(x, _StandIn) else original(x)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -388,6 +389,46 @@ def test_initializers_that_take_a_layout() -> None:
     assert seen == [P("model", None)] * 6
     with pytest.raises(TypeError, match="layout"):  # as in Keras, which has none to give
         lm.build_abstract(build)
+
+
+@needs_keras("3.14", "layouts for initializers")
+@pytest.mark.parametrize("given", [False, True], ids=["no layout", "own layout"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        contextlib.nullcontext,
+        lambda: keras.distribution.DataParallel(devices=keras.distribution.list_devices()).scope(),
+        of_a_distribution,
+    ],
+)
+def test_initializers_get_the_layout_that_keras_passes(where: Any, given: bool) -> None:
+    """Built-in ones and others, under a distribution or none, of variables with a layout of their own or none."""
+    seen: list[str] = []
+
+    class Own(KI.RandomNormal):
+        def __call__(self, shape: Any, dtype: Any = None, layout: Any = None) -> Any:
+            seen.append(f"{layout}")
+            return jax.random.normal(jax.random.key(self.seed), shape, dtype, out_sharding=layout) * self.stddev
+
+    own = keras.distribution.TensorLayout((None, "model"), device_mesh(1, 8)) if given else None
+
+    class Placed(Weight):
+        def __init__(self, *arguments: Any) -> None:
+            keras.layers.Layer.__init__(self)
+            self.kernel = keras.Variable(*arguments, name="kernel", layout=own)
+
+    def build() -> Any:
+        small = [Placed(init, (8, 16)) for init in (Own(seed=1), KI.Orthogonal(seed=2), KI.Ones())]
+        return net(*small, *[Placed(init, (264, 1024), "bfloat16") for init in (Own(seed=3), KI.GlorotUniform(seed=4))])
+
+    with where():
+        expected, seen_by_keras = build(), list(seen)
+        for way in (materialized, in_block):
+            seen.clear()
+            for a, b in zip(expected.weights, way(build).weights, strict=True):
+                np.testing.assert_array_equal(bits(a), bits(b))
+                assert b.dtype == a.dtype and b.value.sharding.is_equivalent_to(a.value.sharding, 2)
+            assert seen == seen_by_keras
 
 
 # Large ones, which their devices compute ------------------------------------------------------------------------------
