@@ -110,7 +110,7 @@ class _Parameter:
                 f"{described(tensors)}: expected {listed(map(repr, absent))} for {self.paths[0]!r} in MaxText's table, "
                 "found no such tensors; is this the checkpoint of another configuration? Pass its hf_config"
             )
-        axes = self._axes(shapes[0], len(counts), config)
+        axes = self._axes(shapes[0], counts, config)
         layers = [tuple(extent for axis, extent in enumerate(shape) if axis not in axes) for shape in shapes]
         stored = [tuple(np.shape(tensors[name])) for name in names[0]]
         sizes = [shape[0] for shape in stored]
@@ -130,12 +130,12 @@ class _Parameter:
             entry = From(*template, **joined).apply(load, save, output=output, of=len(shapes))
             yield _stacked(entry, values, counts, axes, len(layers[output])) if counts else entry
 
-    def _axes(self, shape: _Shape, depth: int, config: Any) -> tuple[int, ...]:
+    def _axes(self, shape: _Shape, counts: list[int], config: Any) -> tuple[int, ...]:
         """The axes along which tensors are stacked, the outermost first, as in MaxText's `to_maxtext`."""
-        if depth != 1:
-            return tuple(_module("tensor_handling").stacked_axes(self.key, config, depth)) if depth else ()
-        scanned = config.scan_layers and len(shape) > config.param_scan_axis
-        return (config.param_scan_axis if scanned else 0,)
+        if len(counts) > 1:
+            return tuple(_module("tensor_handling").stacked_axes(self.key, config, len(counts)))
+        scanned = config.scan_layers and shape[config.param_scan_axis : config.param_scan_axis + 1] == tuple(counts)
+        return (config.param_scan_axis if scanned else 0,) if counts else ()
 
 
 def _parameters(
