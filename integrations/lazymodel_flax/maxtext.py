@@ -16,17 +16,63 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx, traverse_util
 
-from lazymodel import CheckpointError, From, LazyModelError, LazyTensor, WeightMap
+from lazymodel import (
+    CheckpointError,
+    From,
+    LazyModelError,
+    LazyTensor,
+    WeightMap,
+    build_abstract,
+    map_checkpoint,
+    open_checkpoint,
+)
 from lazymodel._abstract.framework import ModelSpec
 from lazymodel._mapping.match import described, given_checkpoint
 from lazymodel._show.text import listed
 from lazymodel._tensors.lazy import lazy
 
-__all__ = ["weight_map"]
+__all__ = ["load_safetensors_dynamic_state", "weight_map"]
 
 _Shape = tuple[int, ...]
-_PACKAGE = "maxtext.checkpoint_conversion.utils"
+
+
+def load_safetensors_dynamic_state(path: str, abstract_params: Any, maxtext_config: Any) -> tuple[None, Any]:
+    """Replaces MaxText's function of this name: the same arguments, the same parameters bit for bit.
+
+    Assigned to `maxtext.common.checkpointing`, it loads for `source_checkpoint_layout="safetensors_dynamic"`.
+
+    Args:
+        path: A folder, file or URL for `open_checkpoint`; empty for the Hugging Face repository that MaxText knows.
+        abstract_params: Shapes, dtypes and shardings, which the parameters will have.
+        maxtext_config: As for `weight_map`.
+
+    Raises:
+        CheckpointError: Tensors are missing, or do not fit.
+        LazyModelError: As for `weight_map`.
+
+    Example:
+        >>> from maxtext.common import checkpointing  # doctest: +SKIP
+        >>> checkpointing.load_safetensors_dynamic_state = load_safetensors_dynamic_state  # doctest: +SKIP
+    """
+    tree = abstract_params.to_pure_dict() if isinstance(abstract_params, nnx.State) else abstract_params
+    flat = {"/".join(map(str, path)): leaf for path, leaf in traverse_util.flatten_dict(tree).items()}
+
+    def parameters() -> Any:
+        return jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), tree)
+
+    abstract = build_abstract(parameters)
+    for leaf in flat.values():
+        if isinstance(leaf.sharding, jax.sharding.NamedSharding):
+            abstract = abstract.shard(leaf.sharding.mesh, lambda variable: flat[variable.path].sharding.spec)
+            break
+    repository = _module("globals", "maxtext.utils").HF_IDS.get(maxtext_config.model_name)
+    with open_checkpoint(path or f"hf://{repository}") as checkpoint:
+        table = weight_map(maxtext_config, checkpoint, abstract)
+        mapped = map_checkpoint(checkpoint, table, abstract)
+        params = abstract.materialize(mapped, initialize="nothing", cast="unsafe")
+    return None, {"params": params.get("params", params)}
 
 
 def weight_map(config: Any, checkpoint: Any, model: Any, hf_config: Mapping[str, Any] | None = None) -> WeightMap:
@@ -77,9 +123,9 @@ def weight_map(config: Any, checkpoint: Any, model: Any, hf_config: Mapping[str,
     return WeightMap(entries, ignore=[name for name in tensors if name not in used])
 
 
-def _module(name: str) -> Any:
+def _module(name: str, package: str = "maxtext.checkpoint_conversion.utils") -> Any:
     try:
-        return importlib.import_module(f"{_PACKAGE}.{name}")
+        return importlib.import_module(f"{package}.{name}")
     except ModuleNotFoundError as error:
         raise LazyModelError(
             f"the tables are MaxText's own, and {error.name} is not installed: pip install maxtext"
