@@ -11,7 +11,7 @@ import dataclasses
 import importlib
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -56,7 +56,7 @@ def load_safetensors_dynamic_state(path: str, abstract_params: Any, maxtext_conf
         >>> from maxtext.common import checkpointing  # doctest: +SKIP
         >>> checkpointing.load_safetensors_dynamic_state = load_safetensors_dynamic_state  # doctest: +SKIP
     """
-    tree = abstract_params.to_pure_dict() if isinstance(abstract_params, nnx.State) else abstract_params
+    tree = nnx.to_pure_dict(abstract_params) if isinstance(abstract_params, nnx.State) else abstract_params
     flat = {"/".join(map(str, path)): leaf for path, leaf in traverse_util.flatten_dict(tree).items()}
 
     def parameters() -> Any:
@@ -142,44 +142,46 @@ def _key(path: str) -> str:
 class _Parameter:
     """One parameter of MaxText, or several that are made of the same tensors."""
 
-    key: str  # of the first
-    paths: Sequence[str]
+    keys: tuple[str, ...]
+    paths: list[str]
     source: Any  # a name, a tuple of names, or a list of these, nested for each stacked axis
-    load: Callable[[Any, list[_Shape]], Sequence[Any]]
-    save: Callable[[Sequence[Any], Any], Any]
+    load: Callable[[Any, list[_Shape]], list[Any]]  # of the tensors of a layer, and its shapes
+    save: Callable[[list[Any], Any], Any]  # of the values of a layer, and the shape of its tensor, or shapes
 
     def entries(self, shapes: list[_Shape], tensors: Mapping[str, Any], config: Any) -> Iterator[From]:
         """The entry of each variable, by their shapes."""
-        names, counts = _flat(self.source)
+        names, counts = _layers(self.source)
         if absent := [name for group in names for name in group if name not in tensors]:
             raise CheckpointError(
-                f"{described(tensors)}: expected {listed(map(repr, absent))} for {self.paths[0]!r} in MaxText's table, "
-                "found no such tensors; is this the checkpoint of another configuration? Pass its hf_config"
+                f"{described(tensors)}: expected {listed(map(repr, absent))} for {self.paths[0]!r}, as MaxText's table "
+                "says, found no such tensors; is this the checkpoint of another configuration? Then pass its hf_config"
             )
         axes = self._axes(shapes[0], counts, config)
         layers = [tuple(extent for axis, extent in enumerate(shape) if axis not in axes) for shape in shapes]
-        stored = [tuple(np.shape(tensors[name])) for name in names[0]]
-        sizes = [shape[0] for shape in stored]
+        stored = tuple(tuple(np.shape(tensors[name])) for name in names[0])
+        sizes = [shape[0] for shape in stored] if len(stored) > 1 else None
 
-        def load(value: Any) -> Sequence[Any]:
-            one = value if len(sizes) == 1 else tuple(np.split(value, np.cumsum(sizes)[:-1].tolist()))
-            return self.load(one, layers)
+        several = len(layers) > 1
 
-        def save(values: Sequence[Any]) -> Any:
-            made = self.save(values, stored[0] if len(stored) == 1 else tuple(stored))
-            return np.reshape(made, stored[0]) if len(stored) == 1 else np.concatenate(made)
+        def hook(value: Any) -> Any:
+            split = value if sizes is None else tuple(np.split(value, np.cumsum(sizes)[:-1].tolist()))
+            made = self.load(split, layers)
+            return made if several else made[0]
 
-        load.__name__ = self.key
-        joined = {"sizes": sizes} if len(sizes) > 1 else {}
-        template, values = _numbered(names) if counts else (names[0], [])
-        for output in range(len(shapes)):
-            entry = From(*template, **joined).apply(load, save, output=output, of=len(shapes))
-            yield _stacked(entry, values, counts, axes, len(layers[output])) if counts else entry
+        def saving_hook(value: Any) -> Any:
+            made = self.save(value if several else [value], stored[0] if sizes is None else stored)
+            return np.reshape(made, stored[0]) if sizes is None else np.concatenate(made)
+
+        template, texts = _numbered(names) if counts else (names[0], [])
+        for number, layer in enumerate(layers):
+            outputs = {"output": number, "of": len(layers)} if several else {}
+            entry = From(*template, sizes=sizes).apply(hook, saving_hook, **outputs)
+            yield _stacked(entry, texts, counts, axes, len(layer)) if counts else entry
 
     def _axes(self, shape: _Shape, counts: list[int], config: Any) -> tuple[int, ...]:
-        """The axes along which tensors are stacked, the outermost first, as in MaxText's `to_maxtext`."""
+        """The axes along which layers are stacked, the outermost first, as in MaxText's `to_maxtext`."""
         if len(counts) > 1:
-            return tuple(_module("tensor_handling").stacked_axes(self.key, config, len(counts)))
+            return tuple(_module("tensor_handling").stacked_axes(self.keys[0], config, len(counts)))
         scanned = config.scan_layers and shape[config.param_scan_axis : config.param_scan_axis + 1] == tuple(counts)
         return (config.param_scan_axis if scanned else 0,) if counts else ()
 
@@ -188,43 +190,46 @@ def _parameters(
     sources: Mapping[Any, Any], load: Mapping[Any, Any], save: Mapping[Any, Any], paths: Mapping[str, str]
 ) -> Iterator[_Parameter]:
     """The parameters of a model in MaxText's tables; `paths` has their paths by key."""
-    joined = {key: keys for keys in save if isinstance(keys, tuple) and keys not in sources for key in keys}
-    for keys, source in sources.items():
-        one_by_one = joined.get(keys, (keys,)) if isinstance(keys, str) else keys  # loaded alone, saved together
-        found = [paths.get(key.partition("-")[2]) for key in one_by_one]
-        if (isinstance(keys, str) and keys != one_by_one[0]) or None in found:
+    fused = {key: keys for keys in save if isinstance(keys, tuple) and keys not in sources for key in keys}
+    for key, source in sources.items():
+        split = isinstance(key, tuple)  # its hook returns all, stacked along the last axis
+        keys = key if split else fused.get(key, (key,))  # of `fused` each is loaded alone, and all are saved together
+        found = [paths.get(each.partition("-")[2], "") for each in keys]
+        if key not in (keys, keys[0]) or not all(found):
             continue
-        if isinstance(keys, tuple):  # the hook stacks its results along the last axis
-            loading = lambda value, shapes, hook=load.get(keys): [
-                _hooked(hook, value, shapes)[..., number] for number in range(len(shapes))
-            ]
-        else:
-            loading = lambda value, shapes, hooks=[load.get(key) for key in one_by_one]: [
-                _hooked(hook, value, shape) for hook, shape in zip(hooks, shapes, strict=True)
-            ]
-        hook = save.get(keys if isinstance(keys, tuple) or len(found) == 1 else one_by_one)
-        alone = isinstance(keys, str) and len(found) == 1
-        saving = lambda values, shape, hook=hook, alone=alone: _hooked(hook, values[0] if alone else values, shape)
-        yield _Parameter(one_by_one[0], found, source, loading, saving)
+        together = len(keys) > 1
+
+        def loading(value: Any, shapes: list[_Shape], key: Any = key, keys: Any = keys, split: bool = split) -> Any:
+            if split:
+                whole = _hooked(load.get(key), value, shapes)
+                return [whole[..., number] for number in range(len(keys))]
+            return [_hooked(load.get(each), value, shape) for each, shape in zip(keys, shapes, strict=True)]
+
+        def saving(values: list[Any], shape: Any, keys: Any = keys, together: bool = together) -> Any:
+            return _hooked(save.get(keys if together else keys[0]), values if together else values[0], shape)
+
+        yield _Parameter(keys, found, source, loading, saving)
 
 
 def _hooked(hooks: Any, value: Any, shape: Any) -> Any:
-    """The result of a hook, or of several."""
+    """The result of a hook, or of several. As with JAX' arrays, `x + 1.0` has the dtype of x: NumPy's is wider."""
     for hook in hooks if isinstance(hooks, list) else [hooks] if hooks else []:
-        value = hook(value, shape)
-    return value.value if isinstance(value, _Zeros) else value
+        made, dtype = hook(value, shape), getattr(value, "dtype", None)
+        made = made.value if isinstance(made, _Zeros) else made
+        value = made if dtype is None or isinstance(made, tuple) else made.astype(dtype)
+    return value
 
 
-def _flat(source: Any) -> tuple[list[tuple[str, ...]], list[int]]:
+def _layers(source: Any) -> tuple[list[tuple[str, ...]], list[int]]:
     """The names of each layer, and the number of layers along each stacked axis."""
     if not isinstance(source, list):
         return [source if isinstance(source, tuple) else (source,)], []
-    parts = [_flat(part) for part in source]
+    parts = [_layers(part) for part in source]
     return [names for part, _ in parts for names in part], [len(parts), *parts[0][1]]
 
 
 def _numbered(names: list[tuple[str, ...]]) -> tuple[list[str], list[str]]:
-    """The names with `{layer}` in place of what differs between layers, and what this is for each."""
+    """The names with `{layer}` in place of what differs between layers, and its text for each layer."""
     split = [[re.split(r"(\d+)", name) for name in group] for group in names]
     differing = [n for n, tokens in enumerate(zip(*(group[0] for group in split), strict=True)) if len({*tokens}) > 1]
     first, *_, last = [*differing, *differing] or [1, 1]
@@ -232,15 +237,15 @@ def _numbered(names: list[tuple[str, ...]]) -> tuple[list[str], list[str]]:
     return template, ["".join(group[0][first : last + 1]) for group in split]
 
 
-def _stacked(entry: From, values: list[str], counts: list[int], axes: tuple[int, ...], ndim: int) -> From:
-    """Stacks all layers, then splits the axis into those of a nested list, and moves these to their places."""
+def _stacked(entry: From, texts: list[str], counts: list[int], axes: tuple[int, ...], ndim: int) -> From:
+    """Stacks all layers; those of a nested list along one axis, which is then split and moved."""
     if len(counts) == 1:
-        return entry.stack("layer", axes[0], values=values)
+        return entry.stack("layer", axes[0], values=texts)
     stacked, rest = [f"stack{n}" for n in range(len(counts))], [f"axis{n}" for n in range(ndim)]
     after = iter(rest)
     order = [stacked[axes.index(axis)] if axis in axes else next(after) for axis in range(len(counts) + ndim)]
     pattern = f"({' '.join(stacked)}) {' '.join(rest)} -> {' '.join(order)}"
-    return entry.stack("layer", values=values).rearrange(pattern, **dict(zip(stacked, counts, strict=True)))
+    return entry.stack("layer", values=texts).rearrange(pattern, **dict(zip(stacked, counts, strict=True)))
 
 
 # Hooks on lazy tensors ------------------------------------------------------------------------------------------------

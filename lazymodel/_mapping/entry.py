@@ -250,9 +250,7 @@ class From:
         """
         name = getattr(function, "__name__", type(function).__name__)
         if output is None:
-            return self._then(
-                Step(f".apply({name})", partial(called, name, function), partial(called, name, inverse))
-            )
+            return self._then(Step(f".apply({name})", partial(called, name, function), partial(called, name, inverse)))
         if not 0 <= output < of:
             raise LazyModelError(f"output {output} of {of} does not exist: outputs count from 0")
         return self._then(Output(output, of, 0, name, function, inverse))

@@ -35,9 +35,9 @@ def tensors() -> Any:
             shapes |= {"mlp.down_proj": (WIDTH, HIDDEN), "input_layernorm": (WIDTH,)}
             shapes |= {"post_attention_layernorm": (WIDTH,)}
         yield {
-            (f"model.{layer}{name}" if layer else name) + ".weight": rng.integers(0x3800, 0x4000, shape, np.uint16).view(
-                ml_dtypes.bfloat16
-            )
+            (f"model.{layer}{name}" if layer else name) + ".weight": rng.integers(
+                0x3800, 0x4000, shape, np.uint16
+            ).view(ml_dtypes.bfloat16)
             for name, shape in shapes.items()
         }
 
