@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 # Read when jax, keras and tensorflow are first imported, so before any test module is.
 _DEVICES = "--xla_force_host_platform_device_count=8"
@@ -58,6 +59,7 @@ needs_libtpu = pytest.mark.skipif(not HAS_LIBTPU, reason='needs libtpu: pip inst
 # Folder or file under tests/ → the modules that its tests import at the top.
 _NEEDS = {"keras": ("keras", "keras_hub"), "flax": ("flax",), "others": ("flax",)}
 _NEEDS |= {f"others/{name}.py": ("tunix",) for name in ("test_tunix", "test_tunix_rl")}
+_NEEDS |= {"others/test_maxtext.py": ("maxtext",)}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -76,14 +78,28 @@ def repetition(request: pytest.FixtureRequest) -> int:
     return getattr(request, "param", 0)
 
 
-def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> None:
+class _Skipped(pytest.Module):
+    """A module that is not imported."""
+
+    reason = ""
+
+    def collect(self) -> NoReturn:
+        pytest.skip(self.reason, allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
     """Skips a framework's tests, by name and with the reason, where the framework is not installed."""
     for folder, modules in _NEEDS.items():
         if module_path.is_relative_to(Path(__file__).parent / folder):
             for module in modules:
                 if importlib.util.find_spec(module) is None:
-                    what = "-r tests/others/requirements.txt" if "others" in folder else f"'lazymodel[{folder}]'"
-                    pytest.skip(f"{module} is not installed: pip install {what}", allow_module_level=True)
+                    own = "_maxtext" if module == "maxtext" else ""
+                    file = f"-r tests/others/requirements{own}.txt"
+                    what = file if "others" in folder else f"'lazymodel[{folder}]'"
+                    skipped = _Skipped.from_parent(parent, path=module_path)
+                    skipped.reason = f"{module} is not installed: pip install {what}"
+                    return skipped
+    return None
 
 
 def pytest_collection_finish() -> None:

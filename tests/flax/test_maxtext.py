@@ -119,11 +119,11 @@ def expected(named: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         axes = {"decoder/layers/experts": (0, 1)}.get(names[0], (1,) if isinstance(source, list) else ())
         shape = tuple(extent for axis, extent in enumerate(SHAPES[names[0]]) if axis not in axes)
 
-        def one(name: Any, hook: Any = made.get(keys), shape: Any = shape) -> Any:
+        def one(name: Any, keys: Any = keys, shape: Any = shape) -> Any:
             if isinstance(name, list):
                 return np.stack([one(part) for part in name])
             value = named[name] if isinstance(name, str) else tuple(map(named.__getitem__, name))
-            for function in hook if isinstance(hook, list) else [hook]:
+            for function in made[keys] if isinstance(made[keys], list) else [made[keys]]:
                 value = function(value, shape)
             return np.asarray(value).astype(named["norm.weight"].dtype)  # NumPy's of bfloat16 and 1.0 is float32
 
