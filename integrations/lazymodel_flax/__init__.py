@@ -1,7 +1,7 @@
 """lazymodel for Flax: NNX modules and Linen modules, built abstractly.
 
 `lazymodel.build_abstract` finds this package by itself once Flax is imported; the core does everything else. `tunix`
-loads Hugging Face checkpoints into Tunix' models by Tunix' own tables.
+and `maxtext` load Hugging Face checkpoints into models of Tunix and MaxText by their own tables.
 
     >>> import jax, numpy as np, lazymodel as lm
     >>> from flax import linen, nnx

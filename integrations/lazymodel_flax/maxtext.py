@@ -63,10 +63,8 @@ def load_safetensors_dynamic_state(path: str, abstract_params: Any, maxtext_conf
         return jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), tree)
 
     abstract = build_abstract(parameters)
-    for leaf in flat.values():
-        if isinstance(leaf.sharding, jax.sharding.NamedSharding):
-            abstract = abstract.shard(leaf.sharding.mesh, lambda variable: flat[variable.path].sharding.spec)
-            break
+    if meshes := [leaf.sharding.mesh for leaf in flat.values() if hasattr(leaf.sharding, "mesh")]:
+        abstract = abstract.shard(meshes[0], lambda variable: flat[variable.path].sharding.spec)
     repository = _module("globals", "maxtext.utils").HF_IDS.get(maxtext_config.model_name)
     with open_checkpoint(path or f"hf://{repository}") as checkpoint:
         table = weight_map(maxtext_config, checkpoint, abstract)
@@ -112,14 +110,14 @@ def weight_map(config: Any, checkpoint: Any, model: Any, hf_config: Mapping[str,
     variables = model if isinstance(model, ModelSpec) else given_checkpoint(model)
     paths = {_key(path): path for path in variables}
     entries: dict[str, From | None] = {path: None for path in variables if re.search(r"(^|[/_])rngs/", path)}
+    used = set[str]()
     for parameter in _parameters(sources, load, save, paths):
         if parameter.source is None:
             entries |= dict.fromkeys(parameter.paths)
         else:
             shapes = [tuple(variables[path].shape) for path in parameter.paths]
             entries |= zip(parameter.paths, parameter.entries(shapes, tensors, config), strict=True)
-    mapping = WeightMap(entries)
-    used = mapping.tensor_names({path: tuple(variables[path].shape) for path in entries})
+            used.update(*_layers(parameter.source)[0])
     return WeightMap(entries, ignore=[name for name in tensors if name not in used])
 
 
@@ -158,7 +156,7 @@ class _Parameter:
             )
         axes = self._axes(shapes[0], counts, config)
         layers = [tuple(extent for axis, extent in enumerate(shape) if axis not in axes) for shape in shapes]
-        stored = tuple(tuple(np.shape(tensors[name])) for name in names[0])
+        stored: tuple[_Shape, ...] = tuple(tuple(np.shape(tensors[name])) for name in names[0])
         sizes = [shape[0] for shape in stored] if len(stored) > 1 else None
 
         several = len(layers) > 1

@@ -37,6 +37,7 @@ from lazymodel._mapping.steps import (
     along,
     axis_number,
     called,
+    function_name,
     over,
     repeated,
     times,
@@ -163,7 +164,10 @@ class From:
         """
         if not any(capture in template.captures for template in self._templates):
             raise LazyModelError(f"stack({capture!r}): there is no {{{capture}}} in {', '.join(self.names)}")
-        return self._then(Stack(capture, axis, None if values is None else tuple(map(str, values))))
+        texts = None if values is None else tuple(map(str, values))
+        if texts == ():
+            raise LazyModelError(f"stack({capture!r}) takes at least one value; got none")
+        return self._then(Stack(capture, axis, texts))
 
     def take(self, capture: str, axis: int = 0) -> From:
         """One layer of a stacked tensor, whose number is a capture of the entry's path: the inverse of `stack`.
@@ -248,12 +252,12 @@ class From:
             >>> lm.From("norm.weight").apply(lambda scale: scale + 1, lambda scale: scale - 1)
             From('norm.weight').apply(<lambda>)
         """
-        name = getattr(function, "__name__", type(function).__name__)
         if output is None:
-            return self._then(Step(f".apply({name})", partial(called, name, function), partial(called, name, inverse)))
+            text = f".apply({function_name(function)})"
+            return self._then(Step(text, partial(called, function), partial(called, inverse)))
         if not 0 <= output < of:
             raise LazyModelError(f"output {output} of {of} does not exist: outputs count from 0")
-        return self._then(Output(output, of, 0, name, function, inverse))
+        return self._then(Output(output, of, 0, function, inverse))
 
     def unsaved(self) -> From:
         """The same, but not written in the inverse direction: for a tensor that another entry writes, such as a tied

@@ -191,27 +191,30 @@ class Part:
 class Output(Part):
     """One of several results of a function, whose inverse takes all of them."""
 
-    name: str
-    function: Callable[[Any], Sequence[Any]] = dataclasses.field(compare=False)
-    inverse: Callable[[Sequence[Any]], Any] | None = dataclasses.field(compare=False)
+    function: Callable[[Any], Sequence[Any]]
+    inverse: Callable[[Sequence[Any]], Any] | None
 
     def apply(self, values: Any) -> Any:
-        return called(self.name, self.function, values)[self.index]
+        return called(self.function, values)[self.index]
 
     def join(self, parts: Sequence[Any]) -> Any:
-        return called(self.name, self.inverse, parts)
+        return called(self.inverse, parts)
 
     def __str__(self) -> str:
-        return f".apply({self.name}, output={self.index}, of={self.of})"
+        return f".apply({function_name(self.function)}, output={self.index}, of={self.of})"
 
 
-def called(name: str, function: Callable[[Any], Any] | None, values: Any) -> Any:
+def function_name(function: Callable[[Any], Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def called(function: Callable[[Any], Any] | None, values: Any) -> Any:
     if function is None:
-        raise ValueError(f"nothing reverses {name}; give .apply an inverse")
+        raise ValueError("nothing reverses the function of .apply; give it the inverse")
     try:
         return function(values)
     except Exception as error:
-        raise ValueError(f"{name} raised {type(error).__name__}: {error}") from error
+        raise ValueError(f"{function_name(function)} raised {type(error).__name__}: {error}") from error
 
 
 @dataclasses.dataclass(frozen=True)
