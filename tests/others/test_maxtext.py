@@ -41,6 +41,20 @@ _MLA = _MOE | {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8
 _MLA |= {"base_num_kv_heads": HEADS}
 _EXPERTS = dict.fromkeys(("num_local_experts", "n_routed_experts"), 4)
 _SHARED = {"shared_expert_intermediate_size": 48}
+_VISION = {"num_hidden_layers_for_vit": 2, "hidden_size_for_vit": 64, "intermediate_size_for_vit": 96}
+_VISION |= {
+    "num_attention_heads_for_vit": 4,
+    "out_hidden_size_for_vit": SIZE,
+    "deepstack_visual_indexes_for_vit": [0, 1],
+}
+_VISION |= {"head_dim": 128}
+_AUDIO = {"encoder_layers_for_audio": 2, "d_model_for_audio": 64, "encoder_attention_heads_for_audio": 4}
+_AUDIO |= {"encoder_ffn_dim_for_audio": 96, "downsample_hidden_size_for_audio": 8, "output_dim_for_audio": SIZE}
+_ENCODERS = {  # the same in Hugging Face's configuration
+    "vision_config": {"depth": 2, "hidden_size": 64, "intermediate_size": 96, "out_hidden_size": SIZE,
+                      "deepstack_visual_indexes": [0, 1]},
+    "audio_config": {"encoder_layers": 2, "d_model": 64},
+}  # fmt: skip
 # What is tiny in MaxText, and what else in Hugging Face's configuration.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama3.1-8b": ({}, {}),
@@ -56,9 +70,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
                            {"full_attention_interval": 4, "mlp_only_layers": []} | _SHARED),
     "qwen3.5-35b-a3b": ({"base_num_decoder_layers": 8, **_MOE, "head_dim": 256},
                         _SHARED),
-    "qwen3-vl-2b": ({"head_dim": 128}, {}),
-    "qwen3-omni-30b-a3b": ({"head_dim": 128, **_MOE}, {}),
-    "weaver-mini": ({"head_dim": 128}, {}),
+    "qwen3-vl-2b": (_VISION, {}),
+    "qwen3-omni-30b-a3b": ({**_VISION, **_AUDIO, **_MOE}, {}),
+    "weaver-mini": (_VISION, {}),
     "mixtral-8x7b": ({**_DENSE_MOE, "head_dim": SIZE // HEADS}, _EXPERTS),
     "olmo3-7b": ({"base_num_decoder_layers": 8}, {}),
     "gpt-oss-20b": ({"base_num_decoder_layers": 4, **_DENSE_MOE}, _EXPERTS),
@@ -89,7 +103,8 @@ def huggingface(name: str) -> dict[str, Any]:
 
     def small(part: dict[str, Any]) -> dict[str, Any]:
         inner = {key: small(part[key]) for key in ("text_config", "thinker_config") if isinstance(part.get(key), dict)}
-        return {**part, **(inner or tiny)}
+        coders = {key: {**part[key], **sizes} for key, sizes in _ENCODERS.items() if isinstance(part.get(key), dict)}
+        return {**part, **coders, **(inner or tiny)}
 
     return small(HF_MODEL_CONFIGS[name].to_dict())
 
