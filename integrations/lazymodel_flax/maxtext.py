@@ -156,9 +156,8 @@ class _Parameter:
             )
         axes = self._axes(shapes[0], counts, config)
         layers = [tuple(extent for axis, extent in enumerate(shape) if axis not in axes) for shape in shapes]
-        stored: tuple[_Shape, ...] = tuple(tuple(np.shape(tensors[name])) for name in names[0])
+        stored = [tuple(np.shape(tensors[name])) for name in names[0]]
         sizes = [shape[0] for shape in stored] if len(stored) > 1 else None
-
         several = len(layers) > 1
 
         def hook(value: Any) -> Any:
@@ -167,7 +166,7 @@ class _Parameter:
             return made if several else made[0]
 
         def saving_hook(value: Any) -> Any:
-            made = self.save(value if several else [value], stored[0] if sizes is None else stored)
+            made = self.save(value if several else [value], stored[0] if sizes is None else tuple(stored))
             return np.reshape(made, stored[0]) if sizes is None else np.concatenate(made)
 
         template, texts = _numbered(names) if counts else (names[0], [])

@@ -54,7 +54,7 @@ def child(how: str, folder: str) -> dict[str, Any]:
 
     logging.disable(logging.WARNING)
     small = {"num_hidden_layers": LAYERS, "head_dim": DIM}
-    hf_config = HF_MODEL_CONFIGS[NAME].to_dict() | small  # the rest decides nothing in the table
+    hf_config: dict[str, Any] = HF_MODEL_CONFIGS[NAME].to_dict() | small  # the rest decides nothing in the table
     HF_MODEL_CONFIGS[NAME] = types.SimpleNamespace(to_dict=lambda: hf_config)
     config = pyconfig.initialize(
         ["", str(Path(pyconfig.__file__).with_name("base.yml"))], model_name=NAME, override_model_config=True,

@@ -42,12 +42,8 @@ _MLA |= {"base_num_kv_heads": HEADS}
 _EXPERTS = dict.fromkeys(("num_local_experts", "n_routed_experts"), 4)
 _SHARED = {"shared_expert_intermediate_size": 48}
 _VISION = {"num_hidden_layers_for_vit": 2, "hidden_size_for_vit": 64, "intermediate_size_for_vit": 96}
-_VISION |= {
-    "num_attention_heads_for_vit": 4,
-    "out_hidden_size_for_vit": SIZE,
-    "deepstack_visual_indexes_for_vit": [0, 1],
-}
-_VISION |= {"head_dim": 128}
+_VISION |= {"num_attention_heads_for_vit": 4, "out_hidden_size_for_vit": SIZE, "head_dim": 128}
+_VISION |= {"deepstack_visual_indexes_for_vit": [0, 1]}
 _AUDIO = {"encoder_layers_for_audio": 2, "d_model_for_audio": 64, "encoder_attention_heads_for_audio": 4}
 _AUDIO |= {"encoder_ffn_dim_for_audio": 96, "downsample_hidden_size_for_audio": 8, "output_dim_for_audio": SIZE}
 _ENCODERS = {  # the same in Hugging Face's configuration
@@ -62,7 +58,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gemma3-4b": ({"base_num_decoder_layers": 8}, {}),
     "gemma4-31b": ({"base_num_decoder_layers": 12}, {}),
     "gemma4-26b": ({"base_num_decoder_layers": 12, **_MOE}, {}),
-    "gemma4-e4b": ({"base_num_decoder_layers": 8}, {}),
+    "gemma4-e4b": ({"base_num_decoder_layers": 8, "vocab_size_per_layer_input": VOCAB}, {}),
     "qwen2.5-1.5b": ({}, {}),
     "qwen3-0.6b": ({}, {}),
     "qwen3-30b-a3b": (_MOE, {}),
