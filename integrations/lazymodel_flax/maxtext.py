@@ -22,7 +22,6 @@ from lazymodel import (
     CheckpointError,
     From,
     LazyModelError,
-    LazyTensor,
     WeightMap,
     build_abstract,
     map_checkpoint,
@@ -307,7 +306,10 @@ class _Numpy:
     def __getattr__(self, name: str) -> Any:
         return getattr(np, name)
 
-    def asarray(self, value: Any, dtype: Any = None) -> LazyTensor:
+    def concatenate(self, arrays: Any, axis: int = 0) -> Any:
+        return np.concatenate([each.value if isinstance(each, _Zeros) else each for each in arrays], axis)
+
+    def asarray(self, value: Any, dtype: Any = None) -> Any:
         return value if dtype is None else value.astype(dtype)
 
 

@@ -204,7 +204,7 @@ def test_its_loader_of_safetensors(tmp_path: Path) -> None:
             assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), leaf.ndim)
 
 
-def test_adapters_are_kept_in_pairs(tmp_path: Path) -> None:
+def test_merged_adapters_load(tmp_path: Path) -> None:
     rng, name = np.random.default_rng(0), "base_model.model.layers.3.q"
     pairs = {f"{name}.lora_A.weight": rng.random((2, SIZE)), f"{name}.lora_B.weight": rng.random((HEADS * DIM, 2))}
     lm.save({key: value.astype("float32") for key, value in pairs.items()}, tmp_path / "adapter_model.safetensors")

@@ -55,7 +55,7 @@ _ENCODERS = {  # the same in Hugging Face's configuration
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama3.1-8b": ({}, {}),
     "gemma2-9b": ({"base_num_decoder_layers": 2}, {"num_hidden_layers": 4, "vocab_size": 120}),  # pairs, and padding
-    "gemma3-4b": ({"base_num_decoder_layers": 8}, {}),
+    "gemma3-4b": ({"base_num_decoder_layers": 8}, {"vocab_size": VOCAB + 8}),  # cut, and padded to save it
     "gemma4-31b": ({"base_num_decoder_layers": 12}, {}),
     "gemma4-26b": ({"base_num_decoder_layers": 12, **_MOE}, {}),
     "gemma4-e4b": ({"base_num_decoder_layers": 8, "vocab_size_per_layer_input": VOCAB}, {}),
