@@ -59,7 +59,7 @@ loaded and saved values equal those of its hooks on whole arrays bit for bit.
 | Llama 3.1, Gemma 2, Gemma 3, Qwen 2.5, Qwen 3 (dense, experts) | scanned, unscanned | ✓ | ✓ |
 | Qwen 3 Next, Qwen 3.5, OLMo 3, Mixtral, GPT-OSS, DeepSeek 2 | scanned, unscanned | ✓ | ✓ |
 | Gemma 4 31B, 26B-A4B | scanned in whole blocks of 6, unscanned | ✓ | ✓ |
-| DeepSeek 3, DeepSeek 4 | scanned (a bias, experts: not along the axis that MaxText's loader takes), unscanned | ✓ | ✓ |
+| DeepSeek 3, DeepSeek 4 | scanned (a bias, experts: not along the axis of MaxText's loader), unscanned | ✓ | ✓ |
 | Gemma 4 E4B, Qwen 3 VL, Weaver | unscanned only, as in MaxText | ✓ | ✓ |
 | Qwen 3 Omni | unscanned only | ✓ | MaxText has no hooks for it |
 
