@@ -60,6 +60,7 @@ needs_libtpu = pytest.mark.skipif(not HAS_LIBTPU, reason='needs libtpu: pip inst
 _NEEDS = {"keras": ("keras", "keras_hub"), "flax": ("flax",), "others": ("flax",)}
 _NEEDS |= {f"others/{name}.py": ("tunix",) for name in ("test_tunix", "test_tunix_rl")}
 _NEEDS |= {"others/test_loading.py": ("flax", "transformers")}
+_NEEDS |= {"others/test_maxtext.py": ("maxtext",)}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

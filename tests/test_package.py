@@ -39,7 +39,7 @@ NAMES = {
         CoordinateCheck Mup coordinate_check diff grow initializers mup signals statistics
     """,
     "lazymodel_flax": """
-        adapter tunix
+        adapter maxtext tunix
     """,
     "lazymodel_keras": """
         TrainingCheckpoint TrainingState abstract_from_preset adapter deferred distribution enable_lora

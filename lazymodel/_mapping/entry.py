@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, cast
 
@@ -26,6 +26,7 @@ from lazymodel._errors import CheckpointError, LazyModelError
 from lazymodel._mapping.match import described
 from lazymodel._mapping.steps import (
     AnyStep,
+    Output,
     Part,
     Range,
     Rearrange,
@@ -35,6 +36,8 @@ from lazymodel._mapping.steps import (
     Take,
     along,
     axis_number,
+    called,
+    function_name,
     over,
     repeated,
     times,
@@ -154,11 +157,17 @@ class From:
             raise LazyModelError(f"part {index} of {step.count} does not exist: parts count from 0")
         return self._then(step)
 
-    def stack(self, capture: str, axis: int = 0) -> From:
-        """Stacks tensors with the numbers 0, 1, … in place of a capture along a new axis, as in a scanned model."""
+    def stack(self, capture: str, axis: int = 0, *, values: Iterable[Any] | None = None) -> From:
+        """Stacks tensors with the numbers 0, 1, … in place of a capture along a new axis, as in a scanned model.
+
+        `values` are other numbers, or texts, such as `range(1, 12, 2)` for every second layer.
+        """
         if not any(capture in template.captures for template in self._templates):
             raise LazyModelError(f"stack({capture!r}): there is no {{{capture}}} in {', '.join(self.names)}")
-        return self._then(Stack(capture, axis))
+        texts = None if values is None else tuple(map(str, values))
+        if texts == ():
+            raise LazyModelError(f"stack({capture!r}) takes at least one value; got none")
+        return self._then(Stack(capture, axis, texts))
 
     def take(self, capture: str, axis: int = 0) -> From:
         """One layer of a stacked tensor, whose number is a capture of the entry's path: the inverse of `stack`.
@@ -216,6 +225,39 @@ class From:
             raise LazyModelError(f"slice takes 0 <= start < stop <= of; got {start}, {stop}, of={of}")
         cut = Range(axis, start, stop, of, value)
         return self._then(Step(f".slice({axis}, {start}, {stop}{_keywords(value, of)})", cut.cut, cut.fill))
+
+    def apply(
+        self,
+        function: Callable[[Any], Any],
+        inverse: Callable[[Any], Any] | None = None,
+        *,
+        output: int | None = None,
+        of: int = 1,
+    ) -> From:
+        """A function of the tensor, for what is none of the other steps, and its inverse, for writing.
+
+        Both get a lazy tensor: what `map_checkpoint` lists for functions is computed while shards are read.
+
+        Args:
+            function: Of the tensor.
+            inverse: Of the variable. Only needed to write it.
+            output: If `function` returns a sequence: the number of this entry's result in it. Other entries use the
+                others, and `inverse` gets the list of all.
+            of: The number of results.
+
+        Raises:
+            LazyModelError: There is no such output.
+
+        Example:
+            >>> lm.From("norm.weight").apply(lambda scale: scale + 1, lambda scale: scale - 1)
+            From('norm.weight').apply(<lambda>)
+        """
+        if output is None:
+            text = f".apply({function_name(function)})"
+            return self._then(Step(text, partial(called, function), partial(called, inverse)))
+        if not 0 <= output < of:
+            raise LazyModelError(f"output {output} of {of} does not exist: outputs count from 0")
+        return self._then(Output(output, of, 0, function, inverse))
 
     def unsaved(self) -> From:
         """The same, but not written in the inverse direction: for a tensor that another entry writes, such as a tied
@@ -328,10 +370,10 @@ def read_entry(
         if isinstance(step, Take):
             return step.apply(value, captures)
         return step.apply(value, shape) if isinstance(step, Rearrange) else step.apply(value)
-    count = _count(source, step.capture, captures, tensors)
+    count = 0 if step.values else _count(source, step.capture, captures, tensors)
     if shape is not None and -len(shape) <= step.axis < len(shape):  # reading names the first that is missing
         count = max(count, shape[step.axis])
-    numbered = (captures | {step.capture: str(index)} for index in range(max(count, 1)))
+    numbered = (captures | {step.capture: text} for text in step.texts(max(count, 1)))
     layers = [read_entry(source, known, tensors, earlier, before) for known in numbered]
     _check_alike(layers, [layer.shape for layer in layers], f"of {{{step.capture}}}")
     return np.stack(layers, axis_number(step.axis, layers[0].ndim + 1))
@@ -349,7 +391,7 @@ def _count(source: From, capture: str, captures: Captures, tensors: Tensors) -> 
 
 def _shape_before(step: AnyStep, shape: Shape) -> Shape | None:
     """The shape from which a step makes this one; None if unknown."""
-    if isinstance(step, Take):
+    if isinstance(step, Take | Output):
         return None
     try:
         if isinstance(step, Step | Rearrange):
@@ -380,13 +422,13 @@ def unstacked(source: From, captures: Captures, shape: Shape) -> Iterator[tuple[
 
     The first of each three is the tensor's place: axis of the variable → index.
     """
-    inner, axes, stacks = source._then(), list(range(len(shape))), list[tuple[int, str]]()
+    inner, axes, stacks = source._then(), list(range(len(shape))), list[tuple[int, Stack]]()
     while inner._steps and isinstance(step := inner._steps[-1], Stack):
-        stacks.append((axes.pop(axis_number(step.axis, len(axes))), step.capture))
+        stacks.append((axes.pop(axis_number(step.axis, len(axes))), step))
         inner._steps = inner._steps[:-1]
-    for index in itertools.product(*(range(shape[axis]) for axis, _ in stacks)):
-        numbers = {capture: str(number) for (_, capture), number in zip(stacks, index, strict=True)}
-        yield {axis: number for (axis, _), number in zip(stacks, index, strict=True)}, inner, captures | numbers
+    for index in itertools.product(*(enumerate(step.texts(shape[axis])) for axis, step in stacks)):
+        numbers = {step.capture: text for (_, step), (_, text) in zip(stacks, index, strict=True)}
+        yield {axis: number for (axis, _), (number, _) in zip(stacks, index, strict=True)}, inner, captures | numbers
 
 
 def variable_of(source: From, shape: Shape, fill: Callable[[Shape], LazyTensor]) -> tuple[LazyTensor, Shape]:
@@ -545,8 +587,11 @@ def write_entry(
     whole = (*names, tuple(before), *(captures[each.capture] for each in before if isinstance(each, Take)))
     if isinstance(step, Stack):
         axis = axis_number(step.axis, value.ndim)
-        for number in range(value.shape[axis]):
-            known = captures | {step.capture: str(number)}
+        texts = step.texts(value.shape[axis])
+        if len(texts) != value.shape[axis]:
+            raise ValueError(f"{step} has {len(texts)} values, axis {axis} of {list(value.shape)}")
+        for number, text in enumerate(texts):
+            known = captures | {step.capture: text}
             write_entry(source, value[along(axis, number)], known, parts, before)
     elif isinstance(step, Take):
         parts.add_layer(whole, source, captures, steps, value)

@@ -188,12 +188,47 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
+class Output(Part):
+    """One of several results of a function, whose inverse takes all of them."""
+
+    function: Callable[[Any], Sequence[Any]]
+    inverse: Callable[[Sequence[Any]], Any] | None
+
+    def apply(self, values: Any) -> Any:
+        return called(self.function, values)[self.index]
+
+    def join(self, parts: Sequence[Any]) -> Any:
+        return called(self.inverse, parts)
+
+    def __str__(self) -> str:
+        return f".apply({function_name(self.function)}, output={self.index}, of={self.of})"
+
+
+def function_name(function: Callable[[Any], Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def called(function: Callable[[Any], Any] | None, values: Any) -> Any:
+    if function is None:
+        raise ValueError("nothing reverses the function of .apply; give it the inverse")
+    try:
+        return function(values)
+    except Exception as error:
+        raise ValueError(f"{function_name(function)} raised {type(error).__name__}: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True)
 class Stack:
     capture: str
     axis: int
+    values: tuple[str, ...] | None  # texts of the capture; None: 0, 1, …
+
+    def texts(self, count: int) -> Sequence[str]:
+        return list(map(str, range(count))) if self.values is None else self.values
 
     def __str__(self) -> str:
-        return f".stack({self.capture!r}" + (f", axis={self.axis})" if self.axis else ")")
+        values = "" if self.values is None else f", values={self.values}"
+        return f".stack({self.capture!r}" + (f", axis={self.axis}" if self.axis else "") + f"{values})"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ from .kinds import KEY, TOKENS, Call, OtherModel
 _TINY = {"base_emb_dim": 64, "base_num_query_heads": 8, "base_num_kv_heads": 8, "base_num_decoder_layers": 3}
 _TINY |= {"base_mlp_dim": 96, "head_dim": 16, "vocab_size": 128}
 _MOE = {"num_experts": 8, "num_experts_per_tok": 2, "base_moe_mlp_dim": 96}
+_LOAD = "`maxtext.weight_map`"
 _ELSEWHERE = {"run_name": "none", "enable_checkpointing": False, "skip_jax_distributed_system": True}
 
 
@@ -54,9 +55,9 @@ def _gemma(cls: Any) -> Callable[[bool], Call]:
 MODELS = {
     model.name: model
     for model in (
-        OtherModel("MaxText Llama 3.1 8B", "maxtext", _maxtext("llama3.1-8b")),
-        OtherModel("MaxText Gemma 2 9B", "maxtext", _maxtext("gemma2-9b", base_num_decoder_layers=4)),
-        OtherModel("MaxText Qwen 3 30B-A3B", "maxtext", _maxtext("qwen3-30b-a3b", **_MOE)),
+        OtherModel("MaxText Llama 3.1 8B", "maxtext", _maxtext("llama3.1-8b"), _LOAD),
+        OtherModel("MaxText Gemma 2 9B", "maxtext", _maxtext("gemma2-9b", base_num_decoder_layers=4), _LOAD),
+        OtherModel("MaxText Qwen 3 30B-A3B", "maxtext", _maxtext("qwen3-30b-a3b", **_MOE), _LOAD),
         OtherModel("Gemma 3 12B", "gemma", _gemma(gm.nn.Gemma3_12B)),
         OtherModel("Gemma 3n E4B", "gemma", _gemma(gm.nn.Gemma3n_E4B)),
     )

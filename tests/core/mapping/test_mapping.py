@@ -256,13 +256,45 @@ def test_nested_stacks_and_several_tensors_in_one() -> None:
         np.testing.assert_array_equal(written[name], array)
 
 
+def test_functions_and_chosen_layers(tmp_path: Path) -> None:
+    """Every second layer, of which a function makes two variables, or another one shifts the numbers."""
+    rng = np.random.default_rng(0)
+    tensors = {f"h.{n}.{name}": rng.random((6, 4), "float32") for n in range(6) for name in ("w", "norm")}
+    save_file(tensors, tmp_path / "hf.safetensors")
+    split, join = (lambda w: [w[:, ::2].T, w[:, 1::2]]), (lambda pair: np.stack([pair[0].T, pair[1]], -1))
+    numbers = range(1, 6, 2)
+    entries = {
+        name: From("h.{n}.w").apply(split, lambda pair: join(pair).reshape(6, 4), output=index, of=2)
+        .stack("n", axis=1, values=numbers)
+        for index, name in enumerate("ab")
+    }  # fmt: skip
+    entries["norm"] = From("h.{n}.norm").apply(lambda w: w + 1, lambda w: w - 1).stack("n", values=numbers)
+    table, abstract = WeightMap(entries, ignore="h.{n}.{name}"), model_of(a=(2, 3, 6), b=(6, 3, 2), norm=(3, 6, 4))
+    with lm.open_checkpoint(tmp_path / "hf.safetensors") as checkpoint:
+        report = table.check(checkpoint, abstract)
+        assert report.ok and not report.one_way and checkpoint.bytes_read == 0
+        mapped = lm.map_checkpoint(checkpoint, table, abstract)
+        values = {path: tensor.read() for path, tensor in mapped.items()}
+        mapped["norm"][0].read()
+        assert checkpoint.bytes_read == 6 * 3 * 4 * (4 + 4) + 6 * 4 * 4  # columns, whole layers, one layer
+    np.testing.assert_array_equal(values["a"], np.stack([tensors[f"h.{n}.w"][:, ::2].T for n in numbers], 1))
+    np.testing.assert_array_equal(values["norm"], np.stack([tensors[f"h.{n}.norm"] + 1 for n in numbers]))
+    written = table.write(values)
+    assert written.keys() == {f"h.{n}.{name}" for n in numbers for name in ("w", "norm")}
+    for n in numbers:
+        np.testing.assert_array_equal(written[f"h.{n}.w"], tensors[f"h.{n}.w"])
+    assert str(entries["a"]).endswith(".stack('n', axis=1, values=('1', '3', '5'))")
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: WeightMap({"a": "h.{n}.w"}), r"entry 'a': \{n\} of 'h.\{n\}.w' is neither in the path nor stacked"),
         (lambda: WeightMap({"{n}/a": From("h.{n}.w").stack("n")}), r"\{n\} is stacked, so it cannot be in the path"),
         (lambda: From("w").stack("n"), r"there is no \{n\} in w"),
+        (lambda: From("w.{n}").stack("n", values=()), "takes at least one value"),
         (lambda: From("w").part(3, of=3), "part 3 of 3 does not exist"),
+        (lambda: From("w").apply(np.split, output=2, of=2), "output 2 of 2 does not exist"),
         (lambda: From("w").rearrange("a b -> a"), "every axis is named once on either side"),
         (lambda: From("w").rearrange("(a b -> b a"), "expected axis names and parentheses"),
         (lambda: From("w").rearrange("a b -> b a", c=3), "has no axis 'c'"),
@@ -290,6 +322,8 @@ UNEVEN = {"a": From("x").part(0, of=(2, 3)), "b": From("x").part(1, of=(2, 3))}
         ({"a": From("x", "y", sizes=(2, 2))}, {"a": 4}, ""),
         ({"a": From("x").part(0, of=2)}, {"a": 1}, "'a' is a part of 'x' .axis 0., and no variable gives part 1"),
         (PARTS, {"a": 1, "b": 1}, ""),
+        ({"a": From("x").apply(np.negative)}, {"a": 2}, "nothing reverses the function of .apply"),
+        ({"a": From("x").apply(np.negative, np.linalg.inv)}, {"a": 2}, "inv raised LinAlgError: 1-dim"),
         ({"a": "x", "b": "x"}, {"a": 2, "b": 2}, "both 'a' and 'b' would be written to 'x'; end the entry"),
         ({"a": "x", "b": From("x").unsaved()}, {"a": 2, "b": 2}, ""),
         ({"a": "x"}, {"a": 2, "b": 9}, "variable 'b' has no entry in the table"),
