@@ -249,8 +249,10 @@ def test_where_the_stock_callback_was(updates: int, step: int, epoch: int | None
 def full() -> Iterator[Callable[[], None]]:
     """What is yielded has no file become larger than 32 KiB, as on a disk that is full."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (32 << 10, hard))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (32 << 10, hard))
+    finally:  # also if the test fails: what comes after it writes files
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize(("background", "saved_before"), [(True, 0), (True, 1), (False, 1)])
