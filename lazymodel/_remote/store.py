@@ -26,7 +26,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from lazymodel._errors import CheckpointError
+from lazymodel._errors import CheckpointError, required
 from lazymodel._remote.requests import Changed, Failure, Missing, Retries, Web, apart, attempt, explained
 from lazymodel._remote.url import Url, child, parse_url, quoted
 from lazymodel._show.text import listed
@@ -122,7 +122,7 @@ class Store:
         self._pages: set[str] = {url.key} if url.folder and not self.lists else set()  # keys known not to be files
         self.retries = Retries(self.options.pop("retry_config", None))
         self._client: dict[str, Any] = dict(self.options.pop("client_options", None) or {})
-        self._obstore = _import_obstore(url.text)
+        self._obstore = required("obstore", f"{url.text}: reading from a URL", "lazymodel[remote]", CheckpointError)
         self.repository: Repository | None = None
         if url.kind == "hf":
             self.repository = Repository(url.root, url.revision)
@@ -472,16 +472,6 @@ def _differs(known: Object, found: Object) -> bool:
     if known.etag is not None and found.etag is not None:
         return known.etag != found.etag
     return known.modified is not None and known.modified != found.modified
-
-
-def _import_obstore(url: str) -> Any:
-    try:
-        import obstore
-    except ImportError:
-        raise CheckpointError(
-            f"{url}: reading from a URL needs obstore, which is not installed: pip install 'lazymodel[remote]'"
-        ) from None
-    return obstore
 
 
 MOST_JSON = 16 << 20  # bytes of an answer, 20 times as many when parsed; a list of a hundred thousand files is smaller

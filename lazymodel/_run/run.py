@@ -41,7 +41,7 @@ from lazymodel._programs.programs import InitRecipe, run_recipes
 from lazymodel._run.flatten import Flattened, Part, Value
 from lazymodel._run.report import ProgramRow, RunReport, WholeRow
 from lazymodel._run.stretches import Cutter, Program, Stretch, program, stretches, variables_of
-from lazymodel._show.progress import Progress, ProgressTo, ReportTo, delivery, progress_for
+from lazymodel._show.progress import Progress, ProgressTo, ReportTo, delivery, progress_for, reported
 from lazymodel._show.text import format_bytes, parse_budget, parse_bytes
 from lazymodel._tensors.buffers import available_memory, default_budget, trim_heap
 from lazymodel._tensors.byte_reader import BYTES_READ
@@ -149,11 +149,9 @@ def run_rewritten(
         calls = _fitting(flat, variables, name, limit)
     planned, before = time.perf_counter(), BYTES_READ.count
     with agreement(assigned, done="run") as stage:
-        bar.start(sum(variables.nbytes(value) for call in calls for value in call.fetch), f"{model.name}: {name}")
-        try:
+        total = sum(variables.nbytes(value) for call in calls for value in call.fetch)
+        with reported(bar, total, f"{model.name}: {name}"):
             result = unflatten(_run(calls, flat, variables, budget, bar, stage))
-        finally:
-            bar.finish()
     if deliver is not None:
         times = {"plan_seconds": planned - start, "seconds": time.perf_counter() - start}
         deliver(_report(calls, flat, variables, limit_nbytes=limit, read_nbytes=BYTES_READ.count - before, **times))

@@ -47,6 +47,7 @@ from lazymodel._save.destination import (
     old_files,
 )
 from lazymodel._save.write import any_remote, check_budget, chunks_of, complete, owned, packed
+from lazymodel._show.progress import reported
 from lazymodel._show.text import format_bytes, listed
 from lazymodel._tensors.boxes import Box, box_shape, fresh_view, geometry_of, strided, whole_box
 from lazymodel._tensors.buffers import Scratch, Workspace, assign, empty_aligned, parallel, start_thread
@@ -367,12 +368,13 @@ class RemoteDestination:
         self._own = own = shares[jax.process_index()]
         self._rounds = exchange and _Rounds(exchange, shares, self._memory.chunk, leads=self._leads)
         self._store = self._where.store.open_for_parts()
-        self._bar.start(sum(file.nbytes - len(file.header) for file in own), f"{self._where.name}: saving")
+        total = sum(file.nbytes - len(file.header) for file in own)
         try:
-            for file in own:
-                self._last = self._send(file, stage.check, hold=self._alone)
-            while self._rounds is not None and self._rounds.next() is not None:
-                stage.check()
+            with reported(self._bar, total, f"{self._where.name}: saving"):
+                for file in own:
+                    self._last = self._send(file, stage.check, hold=self._alone)
+                while self._rounds is not None and self._rounds.next() is not None:
+                    stage.check()
         except _OtherFailed:
             pass
         except BaseException:
@@ -380,8 +382,6 @@ class RemoteDestination:
                 if self._rounds is not None:
                     self._rounds.next(failed=True)
             raise
-        finally:
-            self._bar.finish()
 
     def withdraw(self) -> None:
         """Removes what this process has written, since another one failed."""

@@ -103,6 +103,16 @@ def progress_for(to: ProgressTo) -> Progress:
     )
 
 
+@contextlib.contextmanager
+def reported(bar: Progress, total_nbytes: int, description: str) -> Generator[None]:
+    """Within the block, work of so many bytes is reported to `bar`."""
+    bar.start(total_nbytes, description)
+    try:
+        yield
+    finally:
+        bar.finish()
+
+
 class _Reporter:
     """Counts finished bytes, one thread at a time, and draws them at most every `interval` seconds; here not at all."""
 

@@ -31,7 +31,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from lazymodel._errors import CheckpointError, warn
+from lazymodel._errors import CheckpointError, required, warn
 from lazymodel._remote.path import Location, RemotePath, kvstore, source_of
 from lazymodel._show.text import listed
 from lazymodel._tensors.boxes import Box, box_shape, shift
@@ -293,13 +293,7 @@ _FAILURES = (ValueError, OSError, RuntimeError, LookupError, TypeError)
 
 
 def _tensorstore() -> Any:
-    try:
-        import tensorstore  # pyright: ignore[reportMissingTypeStubs]
-    except ImportError as error:
-        raise CheckpointError(
-            "reading Orbax checkpoints needs tensorstore, which is not installed: pip install 'lazymodel[orbax]'"
-        ) from error
-    return tensorstore
+    return required("tensorstore", "reading Orbax checkpoints", "lazymodel[orbax]", CheckpointError)
 
 
 def _attempt(function: Callable[[], T], failed: str, remote: bool) -> T:
