@@ -147,7 +147,7 @@ def required(module: str, what: str, package: str, error: type[LazyModelError] =
         return importlib.import_module(module)
     except ImportError as missing:
         name = module.partition(".")[0]
-        raise error(f"{what} needs {name}, which is not installed: pip install '{package}'") from missing
+        raise error(f"{what} needs {name}, which is not installed: pip install {package}") from missing
 
 
 def warn(message: str, category: type[Warning] = LazyModelWarning) -> None:

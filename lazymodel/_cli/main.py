@@ -377,7 +377,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _completion(arguments: argparse.Namespace) -> int:
-    shtab = required("shtab", "completion", "lazymodel[completion]")
+    shtab = required("shtab", "completion", "'lazymodel[completion]'")
     print_text(shtab.complete(_make_parser()[0], arguments.shell))
     return 0
 

@@ -42,7 +42,7 @@ from lazymodel._run.flatten import Flattened, Part, Value
 from lazymodel._run.report import ProgramRow, RunReport, WholeRow
 from lazymodel._run.stretches import Cutter, Program, Stretch, program, stretches, variables_of
 from lazymodel._show.progress import Progress, ProgressTo, ReportTo, delivery, progress_for, reported
-from lazymodel._show.text import format_bytes, parse_budget, parse_bytes
+from lazymodel._show.text import format_bytes, grouped_by, parse_budget, parse_bytes
 from lazymodel._tensors.buffers import available_memory, default_budget, trim_heap
 from lazymodel._tensors.byte_reader import BYTES_READ
 from lazymodel._tensors.lazy import lazy
@@ -461,9 +461,6 @@ def _result(result: Any, values: Mapping[Value, Any]) -> Any:
 
 
 def _report(calls: Sequence[_Call], flat: Flattened, variables: _Variables, **measured: Any) -> RunReport:
-    by_key: dict[Any, list[_Call]] = {}
-    for call in calls:
-        by_key.setdefault(call.key, []).append(call)
     rows = [
         ProgramRow(
             calls=len(same),
@@ -473,7 +470,7 @@ def _report(calls: Sequence[_Call], flat: Flattened, variables: _Variables, **me
             temporary_nbytes=max(call.busy for call in same),
             peak_nbytes=max(call.total + call.ahead for call in same),
         )
-        for same in by_key.values()
+        for same in grouped_by(calls, lambda call: call.key).values()
     ]
     fetched = [value for call in calls for value in call.fetch]
     nbytes = sum(map(variables.nbytes, fetched))

@@ -28,7 +28,7 @@ from lazymodel._devices.collective import agreement
 from lazymodel._errors import CheckpointError, LazyModelError, warn
 from lazymodel._mapping.match import model_values
 from lazymodel._mapping.table import WeightMap
-from lazymodel._remote.path import Location, RemotePath, remote_path
+from lazymodel._remote.path import Location, RemotePath
 from lazymodel._remote.url import is_url
 from lazymodel._save import hdf5, numpy, orbax
 from lazymodel._save.atomic import staging, writing
@@ -203,16 +203,14 @@ def default_budget(tensors: Mapping[str, LazyTensor]) -> int:
 
 
 def _located(path: str | os.PathLike[str], options: Mapping[str, Any] | None, format: str) -> Location:
-    if not is_url(path):
-        if options:
-            raise LazyModelError(f"{os.fspath(path)}: storage_options are for URLs, found a path")
-        with writing(Path(path)):
+    where = place_of(path, options)
+    if isinstance(where, Path):
+        with writing(where):
             if not os.path.isabs(path):
                 os.getcwd()  # it may have been removed
             with contextlib.suppress(FileNotFoundError):
                 os.lstat(path)  # the name may be too long
-        return Path(path)
-    where = remote_path(os.fspath(path), options)
+        return where
     if format != "safetensors":
         raise LazyModelError(
             f"{where}: only safetensors are saved to buckets, expected a path for {format}, found a URL. Save as "

@@ -150,7 +150,7 @@ def _packed(text: str) -> str:
 @functools.cache
 def plotly_source() -> str:
     """Plotly's own program, packed as in a page; raises LazyModelError if plotly is not installed."""
-    return _packed(required("plotly.offline", "a page", "lazymodel[page]").get_plotlyjs())
+    return _packed(required("plotly.offline", "a page", "'lazymodel[page]'").get_plotlyjs())
 
 
 def _modules(paths: Mapping[str, int]) -> dict[str, int]:

@@ -36,7 +36,7 @@ from lazymodel._remote.path import Location, RemotePath, kvstore, source_of
 from lazymodel._show.text import listed
 from lazymodel._tensors.boxes import Box, box_shape, shift
 from lazymodel._tensors.buffers import Steps, Workspace, assign
-from lazymodel._tensors.byte_reader import SAMPLES, ByteReader
+from lazymodel._tensors.byte_reader import SAMPLES, ByteReader, reading
 from lazymodel._tensors.lazy import LazyTensor, lazy
 from lazymodel._tensors.tensor_source import ArrayTensor, TensorSource
 from lazymodel.checkpoints._checkpoint import Checkpoint
@@ -47,7 +47,6 @@ from lazymodel.checkpoints._untrusted import (
     is_number,
     mismatch,
     read_json_file,
-    reading,
 )
 
 T = TypeVar("T")
@@ -293,7 +292,7 @@ _FAILURES = (ValueError, OSError, RuntimeError, LookupError, TypeError)
 
 
 def _tensorstore() -> Any:
-    return required("tensorstore", "reading Orbax checkpoints", "lazymodel[orbax]", CheckpointError)
+    return required("tensorstore", "reading Orbax checkpoints", "'lazymodel[orbax]'", CheckpointError)
 
 
 def _attempt(function: Callable[[], T], failed: str, remote: bool) -> T:
