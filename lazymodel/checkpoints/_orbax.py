@@ -325,7 +325,7 @@ class OrbaxCheckpoint(Checkpoint):
 
     def __init__(self, path: Location, item: Location) -> None:
         tree, files = read_tree(item), files_inside(item)
-        self._item, self.item, self._places = item, str(item), [item / name for name in files]
+        self.item, self._places = str(item), [item / name for name in files]
         self._remote, ocdbt = isinstance(item, RemotePath), (item / MANIFEST).exists()
         needs_index = (tree and tree.fields.get("use_ocdbt")) or any(name.startswith(_PROCESS) for name in files)
         if tree is not None and not tree.stores_arrays:

@@ -467,14 +467,11 @@ def _by_shard(folder: Location, opened: Iterable[Location]) -> dict[Location, li
 # Weight files ---------------------------------------------------------------------------------------------------------
 
 
-class LazySafeOpen:
+class LazySafeOpen(contextlib.AbstractContextManager["LazySafeOpen"]):
     """The result of `safetensors.safe_open(path, framework="np")`, with lazy tensors."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
-
-    def __enter__(self) -> LazySafeOpen:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         pass  # returned tensors keep the file open as long as they exist
