@@ -34,9 +34,6 @@ _Strided: TypeAlias = "list[tuple[int, int, int]]"  # axes: extent, stride in a 
 class Variable(TensorSource):
     """A variable of an abstract model as a source of views; it has no values."""
 
-    def __init__(self, path: str, shape: _Shape, dtype: np.dtype[Any]) -> None:
-        self.name, self.file, self.offset, self.shape, self.dtype = path, "", 0, shape, dtype
-
     def fill_box(self, box: Box, out: np.ndarray, steps: Steps, workspace: Workspace) -> None:
         raise LazyModelError(
             f"the mapping reads values of {self.name!r}: expected views, np.stack, np.concatenate, casts and "

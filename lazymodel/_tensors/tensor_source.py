@@ -49,13 +49,16 @@ class TensorSource:
     """An array of a shape and dtype that can be read; the base of views."""
 
     name: str  # in its checkpoint, for messages
-    file: str  # its path; empty where there is none
-    offset: int  # byte in the file, by which reads are ordered
+    file: str = ""  # its path; empty where there is none
+    offset: int = 0  # byte in the file, by which reads are ordered
     shape: tuple[int, ...]
     dtype: DType  # as stored
     row_step: int = 1  # reads should start and end at multiples of this along the first axis (a file's chunking)
     origin: ByteReader | None = None  # reader of its file's bytes
     min_scratch_nbytes: int = 0  # temporaries for reading even one element, such as those of a decompressed chunk
+
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: DType) -> None:
+        self.name, self.shape, self.dtype = name, shape, dtype
 
     def fill_box(self, box: Box, out: np.ndarray, steps: Steps, workspace: Workspace) -> None:
         """Fills `out` with a box of it, converted. Temporaries: `workspace.available` or `min_scratch_nbytes`."""
@@ -91,9 +94,8 @@ class FileTensor(TensorSource):
     """A C-contiguous tensor in a file, stored from a byte offset on."""
 
     def __init__(self, name: str, reader: ByteReader, offset: int, shape: tuple[int, ...], dtype: DType) -> None:
-        self.name, self.reader, self.file, self.offset = name, reader, reader.path, offset
-        self.shape, self.dtype = shape, dtype
-        self.origin = reader.origin
+        super().__init__(name, shape, dtype)
+        self.reader, self.file, self.offset, self.origin = reader, reader.path, offset, reader.origin
 
     def readers(self) -> tuple[ByteReader, ...]:
         return (self.reader,)
@@ -125,8 +127,8 @@ class ArrayTensor(TensorSource):
     """An array in memory."""
 
     def __init__(self, array: np.ndarray, name: str = "array") -> None:
-        self.name, self.file, self.offset, self.array = name, "", 0, array
-        self.shape, self.dtype = array.shape, array.dtype
+        super().__init__(name, array.shape, array.dtype)
+        self.array = array
 
     def fill_box(self, box: Box, out: np.ndarray, steps: Steps, workspace: Workspace) -> None:
         assign(out, self.array[(*box, ...)], steps)
