@@ -25,7 +25,7 @@ from lazymodel._devices.collective import opening
 from lazymodel._errors import CheckpointError
 from lazymodel._mapping.match import described, given_checkpoint
 from lazymodel._mapping.pairs import LowRank
-from lazymodel._show.text import closest, listed, plural
+from lazymodel._show.text import closest, grouped_by, listed, plural
 from lazymodel._tensors.lazy import LazyTensor, lazy
 from lazymodel._tensors.low_rank import LowRankSum
 from lazymodel.checkpoints._checkpoint import Checkpoint, TensorHeader
@@ -491,10 +491,7 @@ class _Merging:
 
     def _named(self) -> Iterator[tuple[str, _Pair]]:
         """Each pair with the name of the tensor that it adapts."""
-        groups: dict[str, list[_Pair]] = {}
-        for pair in self.adapter.pairs:
-            groups.setdefault(pair.module, []).append(pair)
-        for pairs in groups.values():
+        for pairs in grouped_by(self.adapter.pairs, lambda pair: pair.module).values():
             for pair, parameter in self._assigned(pairs):
                 yield self.names[self.rename(f"{pair.module}.{parameter}")], pair
 

@@ -11,6 +11,7 @@
 Every message names its subject (variable path, file), what was expected, what was found, and the fix.
 """
 
+import importlib
 import re
 import sys
 import warnings
@@ -138,6 +139,15 @@ for _public in _ERRORS:
 def is_library(frame: FrameType) -> bool:
     """Returns True for a line of this repository or of a framework, which is not the user's own."""
     return str(frame.f_globals.get("__name__")).partition(".")[0] in _BETWEEN
+
+
+def required(module: str, what: str, package: str, error: type[LazyModelError] = LazyModelError) -> Any:
+    """Imports a module of a package that may be missing; then raises an error that says how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as missing:
+        name = module.partition(".")[0]
+        raise error(f"{what} needs {name}, which is not installed: pip install {package}") from missing
 
 
 def warn(message: str, category: type[Warning] = LazyModelWarning) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from lazymodel._abstract.variable import OPTIMIZER, adapters, named_arrays
 from lazymodel._errors import LazyModelError
-from lazymodel._show.text import listed
+from lazymodel._show.text import grouped_by, listed
 
 RANK = -1  # in place of a number of an axis
 
@@ -97,10 +97,8 @@ def named_pairs(shapes: Mapping[str, _Shape]) -> list[LoraPair]:
         LazyModelError: A pair is incomplete, or does not fit exactly one variable next to it.
     """
     shapes = {path: shape for path, shape in shapes.items() if not path.startswith(OPTIMIZER)}
-    modules: dict[str, list[str]] = {}
-    for path, shape in shapes.items():
-        if len(shape) > 1 and "lora_" not in path.lower():
-            modules.setdefault(path[: _end(path)], []).append(path)
+    matrices = (path for path, shape in shapes.items() if len(shape) > 1 and "lora_" not in path.lower())
+    modules = grouped_by(matrices, lambda path: path[: _end(path)])
     pairs: list[LoraPair] = []
     for a, shape in shapes.items():
         if (match := _A.fullmatch(a)) is None:

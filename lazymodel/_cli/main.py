@@ -39,7 +39,7 @@ from lazymodel._cli.output import (
 )
 from lazymodel._cli.plan import add_explain, add_plan
 from lazymodel._devices.hardware import device_memory, libtpu_environment
-from lazymodel._errors import DoesNotFitError, LazyModelError, is_library
+from lazymodel._errors import DoesNotFitError, LazyModelError, is_library, required
 from lazymodel._mapping.table import WeightMap
 from lazymodel._programs.jaxprs import CONFIG
 from lazymodel._remote.url import is_url, shown
@@ -377,10 +377,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _completion(arguments: argparse.Namespace) -> int:
-    try:
-        import shtab
-    except ImportError as error:
-        raise LazyModelError("completion needs shtab: pip install shtab") from error
+    shtab = required("shtab", "completion", "'lazymodel[completion]'")
     print_text(shtab.complete(_make_parser()[0], arguments.shell))
     return 0
 

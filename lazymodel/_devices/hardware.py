@@ -15,7 +15,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -24,7 +24,7 @@ from jax.experimental import mesh_utils, topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
 
 from lazymodel._errors import DoesNotFitError, LazyModelError
-from lazymodel._show.text import closest, format_bytes
+from lazymodel._show.text import closest, format_bytes, grouped_by
 
 Shape = tuple[int, ...]
 
@@ -246,6 +246,13 @@ def is_live(device: Any) -> bool:
 def is_arithmetic(sharding: Any) -> bool:
     """Returns True if a sharding is over a mesh without devices, for which nothing can be compiled."""
     return isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
+
+
+def process_mesh(devices: Iterable[Any]) -> Mesh:
+    """The mesh of processes and their devices, of every process as many."""
+    by_process = grouped_by(sorted(devices, key=lambda device: device.id), lambda device: device.process_index)
+    count = min(map(len, by_process.values()))
+    return Mesh([by_process[process][:count] for process in sorted(by_process)], ("process", "device"))
 
 
 def require_live(variables: Mapping[str, Any]) -> None:

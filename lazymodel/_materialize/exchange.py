@@ -15,13 +15,14 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from lazymodel._devices.collective import CollectiveScope
+from lazymodel._devices.hardware import process_mesh
 from lazymodel._errors import CheckpointError
 from lazymodel._materialize.stream import StreamItem, in_file_order
 from lazymodel._programs.jaxprs import is_key
@@ -281,11 +282,7 @@ def _everywhere(own: np.ndarray) -> jax.Array:
 
     `multihost_utils.process_allgather` would wait in it, so that nobody would notice a process that is killed.
     """
-    devices: dict[int, list[Any]] = {}
-    for device in jax.devices():
-        devices.setdefault(device.process_index, []).append(device)
-    count = min(map(len, devices.values()))
-    mesh = Mesh(np.array([devices[process][:count] for process in sorted(devices)]), ("process", "device"))
+    mesh = process_mesh(jax.devices())
     with jax.set_mesh(mesh):  # the user's current mesh may differ
         parts = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("process")), own)
         return _replicated(mesh)(parts)

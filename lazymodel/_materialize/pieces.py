@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from lazymodel._errors import LazyModelError
+from lazymodel._show.text import grouped_by
 from lazymodel._tensors.boxes import Box, box_key, c_strides
 from lazymodel._tensors.buffers import Steps, Workspace
 from lazymodel._tensors.lazy import ConcatenatedTensor
@@ -32,9 +33,6 @@ _Strided: TypeAlias = "list[tuple[int, int, int]]"  # axes: extent, stride in a 
 
 class Variable(TensorSource):
     """A variable of an abstract model as a source of views; it has no values."""
-
-    def __init__(self, path: str, shape: _Shape, dtype: np.dtype[Any]) -> None:
-        self.name, self.file, self.offset, self.shape, self.dtype = path, "", 0, shape, dtype
 
     def fill_box(self, box: Box, out: np.ndarray, steps: Steps, workspace: Workspace) -> None:
         raise LazyModelError(
@@ -400,10 +398,7 @@ def _matchings(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 def _holders(sharding: Sharding, shape: _Shape, order: Sequence[Any]) -> dict[_Ranges, list[int]]:
     """The boxes of a sharding, with the positions of the devices that hold them."""
     indices = sharding.devices_indices_map(shape)
-    found: dict[_Ranges, list[int]] = {}
-    for position, device in enumerate(order):
-        found.setdefault(box_key(indices[device], shape), []).append(position)
-    return found
+    return grouped_by(range(len(order)), lambda position: box_key(indices[order[position]], shape))
 
 
 def _slots(number: int, copy: Copy, ranges: _Ranges, of: _Ranges, to: _Ranges) -> Iterator[_Piece]:

@@ -23,7 +23,7 @@ from lazymodel._materialize.pieces import Variable, copies_of, device_order
 from lazymodel._materialize.stream import StreamItem
 from lazymodel._materialize.transfer import Array, Group, Move, grouped_moves
 from lazymodel._programs.jaxprs import stored_as
-from lazymodel._show.progress import ProgressTo, delivery, progress_for
+from lazymodel._show.progress import ProgressTo, delivery, progress_for, reported
 from lazymodel._show.table import Column, Report, Table, placed_text, shape_text, spec_text
 from lazymodel._show.text import closest, format_bytes, parse_bytes, plural
 from lazymodel._tensors import shards
@@ -151,22 +151,19 @@ def reshard(
         rounds = _rounds(moves, sources, limit)
     moved: dict[int, jax.Array] = {}  # `id` of the old array → new array
     moving, bar = sum(arrays[move.path].nbytes for move in moves), progress_for(progress)
-    bar.start(moving, f"resharding {plural(len(moves), 'variable')}")
-    try:
-        with agreement(sharings, **terms) as stage:
-            for groups in rounds:
-                stage.meet()
-                for group in groups:
-                    (path,) = group.sources
-                    source = arrays[path]
-                    counts.move(group, source, donate=donate)
-                    (moved[id(source)],) = stage.together(lambda: group.program([source], []))  # noqa: B023
-                    if donate:
-                        source.delete()
-                    bar.advance(moved[id(source)].nbytes, path)
-                stage.check()
-    finally:
-        bar.finish()
+    described = f"resharding {plural(len(moves), 'variable')}"
+    with reported(bar, moving, described), agreement(sharings, **terms) as stage:
+        for groups in rounds:
+            stage.meet()
+            for group in groups:
+                (path,) = group.sources
+                source = arrays[path]
+                counts.move(group, source, donate=donate)
+                (moved[id(source)],) = stage.together(lambda: group.program([source], []))  # noqa: B023
+                if donate:
+                    source.delete()
+                bar.advance(moved[id(source)].nbytes, path)
+            stage.check()
     result = rebuild(moved)
     if deliver is not None:
         seconds, held = time.perf_counter() - start, (counts.held, counts.now())

@@ -120,7 +120,7 @@ class Traffic:
         tensors = {path: source for path, source in choice.sources.items() if isinstance(source, LazyTensor)}
         self.imagined = fleet is not None and not any(tensor.file for tensor in tensors.values())
         if self.imagined:
-            tensors = {path: LazyTensor(_AbstractSource(path, *variable.stored)) for path, variable in model.items()}
+            tensors = {path: LazyTensor(TensorSource(path, *variable.stored)) for path, variable in model.items()}
         self._shardings, self._fleet, self._model = placement.shardings, fleet or Fleet(), model
         find = functools.cache(self._find_processes)
         # Path → tensor, the host of each device, and the partition if there is one; where hosts are known.
@@ -199,13 +199,6 @@ class Traffic:
         if mesh.size % hosts:
             raise LazyModelError(f"hosts={hosts} do not divide the {mesh.size} devices of the mesh")
         return (np.arange(mesh.size) // (mesh.size // hosts)).reshape(tuple(mesh.shape.values()))
-
-
-class _AbstractSource(TensorSource):
-    """A tensor that is never read."""
-
-    def __init__(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-        self.name, self.file, self.offset, self.shape, self.dtype = name, "", 0, shape, dtype
 
 
 def _distinct(sharding: Sharding, shape: tuple[int, ...], processes: np.ndarray, hosts: int) -> np.ndarray:

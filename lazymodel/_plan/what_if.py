@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -22,7 +21,14 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from lazymodel._abstract.framework import ModelSpec
-from lazymodel._abstract.variable import in_memory, is_offloaded, offloaded_nbytes, resident_nbytes, stays_on_host
+from lazymodel._abstract.variable import (
+    in_memory,
+    is_offloaded,
+    matched_paths,
+    offloaded_nbytes,
+    resident_nbytes,
+    stays_on_host,
+)
 from lazymodel._errors import LazyModelError
 from lazymodel._sharding.describe import describe
 from lazymodel._sharding.follow import lora_shardings
@@ -220,10 +226,7 @@ class WhatIf:
                 raise LazyModelError(f"{name} is {' or '.join(map(repr, known))}; got {given!r}")
         if self.remat is not None and self.optimizer is None:
             raise LazyModelError(f"remat={self.remat!r} is for training; pass optimizer, too")
-        try:
-            re.compile(self.targets)
-        except (re.error, TypeError) as error:
-            raise LazyModelError(f"lora_targets {self.lora_targets!r} is not a regular expression: {error}") from error
+        matched_paths(self.targets, (), LazyModelError, "lora_targets")
 
     @property
     def targets(self) -> str:
@@ -411,10 +414,9 @@ def slot_dtypes(optimizer: Any) -> tuple[Any, ...]:
 
 def _pairs(model: ModelSpec, shardings: Mapping[str, Sharding], rank: int, targets: str) -> dict[str, Pair]:
     """A pair of shapes (…, rank) and (rank, n) for each target of shape (…, n), as in Keras."""
-    regex = re.compile(targets)
     pairs: dict[str, Pair] = {}
-    for path, variable in model.items():
-        if variable.follows is not None or len(variable.shape) < 2 or not regex.fullmatch(path):
+    for path in matched_paths(targets, model, LazyModelError, "lora_targets"):
+        if (variable := model[path]).follows is not None or len(variable.shape) < 2:
             continue
         first, last = lora_shardings(shardings[path], variable.shape, rank)
         pairs[path] = (

@@ -36,7 +36,6 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from lazymodel._errors import warn
 from lazymodel._programs.jaxprs import (
     CALLS,
-    COMPILED_KERNELS,
     CONFIG,
     ELEMENTWISE,
     JIT,
@@ -186,12 +185,6 @@ class ProgramCache:
             with ThreadPoolExecutor(_COMPILE_THREADS, thread_name_prefix="lazymodel-compile") as pool:
                 list(pool.map(self.get, *zip(*missing, strict=True)))
         return [self.get(recipe, shardings) for recipe, shardings in requests]
-
-    @classmethod
-    def clear_shared(cls) -> None:
-        """Drops the programs kept for the process; caches keep those that they have returned."""
-        cls._shared.clear()
-        COMPILED_KERNELS.clear()
 
 
 def run_recipes(

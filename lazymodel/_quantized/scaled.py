@@ -125,9 +125,12 @@ class ScaledTensor(DecodedTensor):
                 for stored, box, array in zip(self.stored, needed, arrays, strict=True)
             ]
             values = codes[shift(tile, covered)]
-            halves = self._half and _are_halves(scale)
+            # Products with integers below 2 ** 8 are 0 or, rounded, normal numbers of float16. Those of negative scales
+            # may be -0, which rounding would lose.
+            halves = self._half and bool(scale.size and scale.min() >= _HALF_NORMAL and scale.max() <= _HALF_MOST / 512)
             # A cast to float16 that another cast follows is not needed: the values are those of float16 already.
-            to_half = halves and steps[:1] == (Convert(_HALF),) and not _casts(steps[1:])
+            cast_again = steps[1:] and steps[1] == Convert(steps[1].dtype)
+            to_half = halves and steps[:1] == (Convert(_HALF),) and not cast_again
             if halves:
                 np.multiply(scale, _CUT * _REBIAS if to_half else _CUT, out=scale)
             for stored, operand in zip(self.stored[2:], operands[2:], strict=True):
@@ -203,18 +206,6 @@ def _segments(extent: int, block: int, start: int) -> Iterator[tuple[slice, slic
             count = -(-(end - begin) // block)
             yield slice(begin, end), slice(first, first + count)
             first += count
-
-
-def _casts(steps: Steps) -> bool:
-    """Returns True if the first of these conversions is a cast."""
-    return bool(steps) and steps[0] == Convert(steps[0].dtype)
-
-
-def _are_halves(scale: np.ndarray) -> bool:
-    """Returns True if products of these scales and integers below 2 ** 8 are 0 or, rounded, normal numbers of float16.
-    Products of negative scales may be -0, which rounding would lose.
-    """
-    return bool(scale.size and scale.min() >= _HALF_NORMAL and scale.max() <= _HALF_MOST / 512)
 
 
 def _to_half(values: np.ndarray, out: np.ndarray, workspace: Workspace) -> None:

@@ -31,62 +31,45 @@ import numpy as np
 from lazymodel._errors import CheckpointError
 from lazymodel._remote.prefetch import AHEAD, GAP, ReadAhead, Stopped, requests_for
 from lazymodel._remote.store import Store, open_store
-from lazymodel._remote.url import child, printable, quoted
+from lazymodel._remote.url import quoted
+from lazymodel._show.text import printable
 from lazymodel._tensors.boxes import Geometry, ranges_of
 from lazymodel._tensors.buffers import DType, Steps, Workspace, parallel
-from lazymodel._tensors.byte_reader import SAMPLE, SAMPLES, VERIFIED, ByteReader, FileReader, samples
+from lazymodel._tensors.byte_reader import SAMPLE, SAMPLES, VERIFIED, ByteReader, FileReader, Seekable, samples
 
 BLOCK = 4 << 10  # bytes of a block, except the head: metadata between the tensors of an HDF5 file is about 2 KiB long
 _MOST_BLOCKS = 4096  # of a file that are kept
 _LONGEST = 4 << 20  # bytes of one request, after many consecutive blocks were requested
 
 
-class RemoteFile(io.RawIOBase):
+class RemoteFile(Seekable):
     """A read-only file. Not thread-safe, like other file objects. Once `given_up` returns True, it stops waiting."""
 
     def __init__(self, store: Store, key: str, given_up: Callable[[], bool] = bool) -> None:
         super().__init__()
         self._store, self._key, self._given_up = store, key, given_up
         self._head, self.size = store.head(key)
-        self._position = 0
         self._blocks = store.blocks.setdefault(key, {})
         self._next = self._length = 0  # the block after the last request, and how many blocks that had
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}[whence]
-        if position < 0:
-            raise OSError(22, "negative seek position")
-        self._position = position
-        return position
-
     def readinto(self, buffer: Any) -> int:
         out = memoryview(buffer).cast("B")
-        count = max(min(len(out), self.size - self._position), 0)
+        count = max(min(len(out), self.size - self.position), 0)
         done = 0
         while done < count:
-            data = self._from(self._position, count - done)
+            if (data := self._kept_from(self.position)) is None:
+                number, within = divmod(self.position, BLOCK)
+                data = self._fetch(number, within + count - done)[within:]
+            data = data[: count - done]
             out[done : done + len(data)] = memoryview(cast(Any, data))
             done += len(data)
-            self._position += len(data)
+            self.position += len(data)
         return count
 
     def readall(self) -> bytes:
-        data = bytearray(max(self.size - self._position, 0))
+        data = bytearray(max(self.size - self.position, 0))
         self.readinto(data)
         return bytes(data)
-
-    def _from(self, position: int, wanted: int) -> np.ndarray:
-        """Bytes from a position on, at least one and at most `wanted`."""
-        if (data := self._kept_from(position)) is None:
-            number, within = divmod(position, BLOCK)
-            data = self._fetch(number, within + wanted)[within:]
-        return data[:wanted]
 
     def _kept_from(self, position: int) -> np.ndarray | None:
         """Bytes from a position on that were fetched already, up to the end of the head or block that has them."""
@@ -163,7 +146,7 @@ class RemotePath:
         return self.key.split("/") < other.key.split("/")
 
     def __truediv__(self, name: str) -> RemotePath:
-        return RemotePath(self.store, child(self.key, name))
+        return RemotePath(self.store, posixpath.join(self.key, name))
 
     @property
     def name(self) -> str:

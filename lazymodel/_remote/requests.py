@@ -485,12 +485,10 @@ def _explained() -> Generator[None]:
         raise Failure("the server's certificate is not trusted") from None
     except socket.gaierror:
         raise Failure("the server's name cannot be found", True) from None
-    except (http.client.RemoteDisconnected, http.client.IncompleteRead):
+    except (OSError, http.client.IncompleteRead):
         raise Failure(_BROKE_OFF, True) from None
     except http.client.HTTPException:
         raise Failure("the server's answer has invalid headers, or too many or too long ones") from None
-    except OSError:
-        raise Failure(_BROKE_OFF, True) from None
 
 
 def _failure(response: http.client.HTTPResponse) -> Failure | None:

@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import posixpath
 import re
 import threading
 from collections.abc import Callable, Generator, Mapping
@@ -26,9 +27,9 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from lazymodel._errors import CheckpointError
+from lazymodel._errors import CheckpointError, required
 from lazymodel._remote.requests import Changed, Failure, Missing, Retries, Web, apart, attempt, explained
-from lazymodel._remote.url import Url, child, parse_url, quoted
+from lazymodel._remote.url import Url, parse_url, quoted
 from lazymodel._show.text import listed
 from lazymodel._tensors.byte_reader import REQUESTS
 
@@ -122,7 +123,7 @@ class Store:
         self._pages: set[str] = {url.key} if url.folder and not self.lists else set()  # keys known not to be files
         self.retries = Retries(self.options.pop("retry_config", None))
         self._client: dict[str, Any] = dict(self.options.pop("client_options", None) or {})
-        self._obstore = _import_obstore(url.text)
+        self._obstore = required("obstore", f"{url.text}: reading from a URL", "'lazymodel[remote]'", CheckpointError)
         self.repository: Repository | None = None
         if url.kind == "hf":
             self.repository = Repository(url.root, url.revision)
@@ -194,9 +195,9 @@ class Store:
         folders = [""]
         while folders:
             inner = folders.pop()
-            objects, names = self.folder(child(key, inner) if inner else key)
-            found |= {child(inner, name): value for name, value in objects.items()}
-            folders += [child(inner, name) for name in sorted(names, reverse=True)]
+            objects, names = self.folder(posixpath.join(key, inner) if inner else key)
+            found |= {posixpath.join(inner, name): value for name, value in objects.items()}
+            folders += [posixpath.join(inner, name) for name in sorted(names, reverse=True)]
             if len(found) > _MOST_LISTED:
                 raise CheckpointError(f"{self.shown(key)}: expected a checkpoint, found over {_MOST_LISTED} objects")
         return found
@@ -339,7 +340,8 @@ class Store:
         def receive(result: Any, known: Object | None, stopped: threading.Event) -> None:
             nonlocal done
             found = _object(result.meta)
-            if known is None and not self.lists and _is_page(result):
+            page = str(result.attributes.get("Content-Type", "")).startswith("text/html")
+            if page and known is None and not self.lists:  # a folder's index, or a form to log in
                 self._pages.add(key)
                 raise Missing
             known = known or self._note(key, found)
@@ -423,7 +425,8 @@ class Store:
             if not self.url.user:
                 return self.url.root, {}
             return self.url.root, {"Authorization": f"Basic {base64.b64encode(self.url.user.encode()).decode()}"}
-        return self.repository.files_url(self._read_json), self.repository.headers
+        repository, (commit, _) = self.repository, self.repository.settled(self._read_json)
+        return f"{repository.endpoint}/{repository.name}/resolve/{commit}", repository.headers
 
     def _over_http(self, url: str, headers: Mapping[str, str], client_options: Mapping[str, Any]) -> Web:
         client = dict(client_options)
@@ -457,11 +460,6 @@ def open_store(url: str, options: Mapping[str, Any] | None) -> tuple[Store, str]
     return Store(parsed, options), parsed.key
 
 
-def _is_page(answer: Any) -> bool:
-    """Returns True for an HTML page: a folder's index, or a form to log in."""
-    return str(answer.attributes.get("Content-Type", "")).startswith("text/html")
-
-
 def _object(meta: Mapping[str, Any]) -> Object:
     return Object(int(meta["size"]), meta["e_tag"], meta["last_modified"])
 
@@ -472,16 +470,6 @@ def _differs(known: Object, found: Object) -> bool:
     if known.etag is not None and found.etag is not None:
         return known.etag != found.etag
     return known.modified is not None and known.modified != found.modified
-
-
-def _import_obstore(url: str) -> Any:
-    try:
-        import obstore
-    except ImportError:
-        raise CheckpointError(
-            f"{url}: reading from a URL needs obstore, which is not installed: pip install 'lazymodel[remote]'"
-        ) from None
-    return obstore
 
 
 MOST_JSON = 16 << 20  # bytes of an answer, 20 times as many when parsed; a list of a hundred thousand files is smaller
@@ -505,10 +493,6 @@ class Repository:
         """The hash of the commit, and the paths of all its files; `read` returns the body of an address."""
         self._settled = self._settled or self._found(read)
         return self._settled
-
-    def files_url(self, read: Callable[[str], bytes]) -> str:
-        """The address of its folder."""
-        return f"{self.endpoint}/{self.name}/resolve/{self.settled(read)[0]}"
 
     def hashes(self, read: Callable[[str], bytes]) -> dict[str, tuple[str, str]]:
         """The algorithm and digits that the hub publishes for each file, by path: the hash of its content if it is

@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import os
-import posixpath
 import re
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
 from lazymodel._errors import CheckpointError
+from lazymodel._show.text import printable
 
 _SCHEMES = {
     "s3": "s3",
@@ -71,11 +71,6 @@ def is_supported(path: Any) -> bool:
     """Returns True for a URL with a known scheme."""
     match = _SCHEME.match(path) if isinstance(path, str) else None
     return match is not None and match[1].lower() in _SCHEMES
-
-
-def printable(text: str) -> str:
-    """A text without control characters, which could overwrite text in a terminal."""
-    return text if text.isprintable() else repr(text)[1:-1]
 
 
 def shown(path: Any) -> str:
@@ -182,8 +177,3 @@ def _hugging_face(text: str) -> Url:
 def quoted(key: str) -> str:
     """A key in the form for URLs."""
     return quote(key, safe="/")
-
-
-def child(key: str, name: str) -> str:
-    """The key of an entry of a folder."""
-    return posixpath.join(key, name) if key else name

@@ -41,8 +41,8 @@ from lazymodel._programs.programs import InitRecipe, run_recipes
 from lazymodel._run.flatten import Flattened, Part, Value
 from lazymodel._run.report import ProgramRow, RunReport, WholeRow
 from lazymodel._run.stretches import Cutter, Program, Stretch, program, stretches, variables_of
-from lazymodel._show.progress import Progress, ProgressTo, ReportTo, delivery, progress_for
-from lazymodel._show.text import format_bytes, parse_budget, parse_bytes
+from lazymodel._show.progress import Progress, ProgressTo, ReportTo, delivery, progress_for, reported
+from lazymodel._show.text import format_bytes, grouped_by, parse_budget, parse_bytes
 from lazymodel._tensors.buffers import available_memory, default_budget, trim_heap
 from lazymodel._tensors.byte_reader import BYTES_READ
 from lazymodel._tensors.lazy import lazy
@@ -149,11 +149,9 @@ def run_rewritten(
         calls = _fitting(flat, variables, name, limit)
     planned, before = time.perf_counter(), BYTES_READ.count
     with agreement(assigned, done="run") as stage:
-        bar.start(sum(variables.nbytes(value) for call in calls for value in call.fetch), f"{model.name}: {name}")
-        try:
+        total = sum(variables.nbytes(value) for call in calls for value in call.fetch)
+        with reported(bar, total, f"{model.name}: {name}"):
             result = unflatten(_run(calls, flat, variables, budget, bar, stage))
-        finally:
-            bar.finish()
     if deliver is not None:
         times = {"plan_seconds": planned - start, "seconds": time.perf_counter() - start}
         deliver(_report(calls, flat, variables, limit_nbytes=limit, read_nbytes=BYTES_READ.count - before, **times))
@@ -463,9 +461,6 @@ def _result(result: Any, values: Mapping[Value, Any]) -> Any:
 
 
 def _report(calls: Sequence[_Call], flat: Flattened, variables: _Variables, **measured: Any) -> RunReport:
-    by_key: dict[Any, list[_Call]] = {}
-    for call in calls:
-        by_key.setdefault(call.key, []).append(call)
     rows = [
         ProgramRow(
             calls=len(same),
@@ -475,7 +470,7 @@ def _report(calls: Sequence[_Call], flat: Flattened, variables: _Variables, **me
             temporary_nbytes=max(call.busy for call in same),
             peak_nbytes=max(call.total + call.ahead for call in same),
         )
-        for same in by_key.values()
+        for same in grouped_by(calls, lambda call: call.key).values()
     ]
     fetched = [value for call in calls for value in call.fetch]
     nbytes = sum(map(variables.nbytes, fetched))

@@ -138,8 +138,6 @@ class _AdapterFolder(WholeFolder):
         check_budget(files, options.budget)
 
     def _there(self) -> Path | None:
-        if self.path.exists() and not self.path.is_dir():
-            raise LazyModelError(f"{self.path} is a file; give a folder")
         return next((self.path / name for name in (CONFIG, *FILES) if (self.path / name).exists()), None)
 
     def commit(self) -> None:

@@ -174,9 +174,7 @@ class FolderDestination(Destination):
         if index := index_of_loose(self.path, self._old):
             (self._stage.new / INDEX).write_text(index, encoding="utf-8")
             self._stage.replace_files([], INDEX, [])
-        weights = {tensor: file.name for file in self.files for tensor, _, _ in file.tensors}
-        total = sum(file.nbytes - len(file.header) for file in self.files)
-        (self._stage.new / INDEX).write_text(index_text(total, weights), encoding="utf-8")
+        (self._stage.new / INDEX).write_text(index_of(self.files), encoding="utf-8")
         replace_shards(
             self._stage, INDEX, self._old, lambda name, number: name.replace("model-", f"model-v{number}-"), os.link
         )
@@ -260,6 +258,8 @@ class WholeFolder(Destination):
     _inside = False
 
     def _rivals(self) -> list[Path]:
+        if self.path.exists() and not self.path.is_dir():
+            raise LazyModelError(f"{self.path} is a file; give a folder")
         return [staging_folder(self.path, inside=True)]
 
     def commit(self) -> None:
@@ -298,6 +298,12 @@ def index_text(total: int, weights: dict[str, str]) -> str:
     """An index: bytes of tensors in all, and the name of each tensor's shard."""
     content: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": weights}
     return json.dumps(content, indent=2, sort_keys=True) + "\n"
+
+
+def index_of(files: Sequence[SavedFile]) -> str:
+    """The index of files to write."""
+    weights = {tensor: file.name for file in files for tensor, _, _ in file.tensors}
+    return index_text(sum(file.nbytes - len(file.header) for file in files), weights)
 
 
 def index_of_loose(folder: Location, old: Sequence[str]) -> str:

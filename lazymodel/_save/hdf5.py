@@ -7,7 +7,6 @@ chunk by chunk, in threads, by the process that has them.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -22,6 +21,7 @@ import numpy as np
 from lazymodel._errors import LazyModelError, warn
 from lazymodel._save.atomic import Staging, writing
 from lazymodel._save.destination import Destination, SavedFile, grouped, replace_shards
+from lazymodel._tensors.byte_reader import Seekable
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel.checkpoints._hdf5 import import_h5py
 from lazymodel.checkpoints._open import staging_folder
@@ -100,29 +100,21 @@ def _link(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-class _Sparse(io.RawIOBase):
+class _Sparse(Seekable):
     """A file in memory of which only what was written takes any."""
 
     def __init__(self) -> None:
         self.written: list[tuple[int, bytes]] = []  # where, and what, in the order of writing
-        self._position = self.nbytes = 0
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._position = offset + (0, self._position, self.nbytes)[whence]
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
 
     def write(self, data: Any) -> int:
-        self.written.append((self._position, bytes(data)))
-        self._position += len(data)
-        self.nbytes = max(self.nbytes, self._position)
+        self.written.append((self.position, bytes(data)))
+        self.position += len(data)
+        self.size = max(self.size, self.position)
         return len(data)
 
     def truncate(self, size: int | None = None) -> int:
-        self.nbytes = self._position if size is None else size
-        return self.nbytes
+        self.size = self.position if size is None else size
+        return self.size
 
     def readinto(self, buffer: Any) -> int:
         raise AssertionError("HDF5 reads what it is about to write")
@@ -149,7 +141,7 @@ def _file(name: str, tensors: Mapping[str, LazyTensor]) -> SavedFile:
                 h5py.Dataset(dataset).attrs["dtype"] = "bfloat16"
             placed.append((path, tensor, dataset.get_offset() if tensor.size else 0))
     placed.sort(key=lambda each: each[2])
-    return SavedFile(name, b"", tuple(placed), made.nbytes, tuple(made.written))
+    return SavedFile(name, b"", tuple(placed), made.size, tuple(made.written))
 
 
 def reserving_properties() -> Any:

@@ -139,8 +139,6 @@ class NpyDestination(WholeFolder):
     """A folder of `.npy` files."""
 
     def _there(self) -> Path | None:
-        if self.path.exists() and not self.path.is_dir():
-            raise LazyModelError(f"{self.path} is a file; give a folder")
         files = set(files_inside(self.path)) if self.path.exists() else set()
         if foreign := files.difference(f"{name}.npy" for name in npy_names(self.path)):
             raise LazyModelError(

@@ -75,8 +75,6 @@ class OrbaxDestination(WholeFolder):
     def _there(self) -> Path | None:
         if not self.path.exists():
             return None
-        if not self.path.is_dir():
-            raise LazyModelError(f"{self.path} is a file; give a folder")
         if foreign := foreign_entries(self.path):
             raise LazyModelError(
                 f"{self.path} holds files that are not part of an Orbax checkpoint and would be removed with it: "

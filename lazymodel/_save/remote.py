@@ -28,10 +28,11 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lazymodel._devices.collective import CollectiveScope
+from lazymodel._devices.hardware import process_mesh
 from lazymodel._errors import CheckpointError, LazyModelError, warn
 from lazymodel._remote.path import RemotePath, reading_ahead
 from lazymodel._remote.requests import Changed, Failure, Missing, apart, explained
@@ -42,11 +43,12 @@ from lazymodel._save.destination import (
     SaveOptions,
     check_file,
     check_overwrite,
+    index_of,
     index_of_loose,
-    index_text,
     old_files,
 )
 from lazymodel._save.write import any_remote, check_budget, chunks_of, complete, owned, packed
+from lazymodel._show.progress import reported
 from lazymodel._show.text import format_bytes, listed
 from lazymodel._tensors.boxes import Box, box_shape, fresh_view, geometry_of, strided, whole_box
 from lazymodel._tensors.buffers import Scratch, Workspace, assign, empty_aligned, parallel, start_thread
@@ -61,18 +63,12 @@ _THREADS = 4  # that read chunks ahead of what is sent; they overlap transfers a
 _UPLOADS = 4
 
 
-@dataclasses.dataclass(frozen=True)
-class _Memory:
-    """How a limit in bytes is divided."""
+def _divided(budget: int, files: Sequence[SavedFile], processes: int) -> tuple[int, int, int, int]:
+    """Divides the budget; LazyModelError where it is too small for these files.
 
-    parts: int  # on their way to the store
-    ahead: int  # fetched ahead from another store
-    chunk: int  # bytes that are read at a time
-    threads: int
-
-
-def _divided(budget: int, files: Sequence[SavedFile], processes: int) -> _Memory:
-    """Divides the budget; LazyModelError where it is too small for these files."""
+    Returns bytes on their way to the store, bytes that are fetched ahead from another store, bytes that are read at a
+    time, and threads.
+    """
     tensors = [tensor for file in files for _, tensor, _ in file.tensors]
     parts, quarter = budget // 2, budget // 4
     ahead = quarter // 2 if any_remote(tensors) else 0
@@ -89,12 +85,7 @@ def _divided(budget: int, files: Sequence[SavedFile], processes: int) -> _Memory
     least = min(size.nbytes for size in sizes if size is not None)
     chunk = max(min(_CHUNK, least, (reading - unit) // 8), 1)
     threads = max(min(_THREADS, os.cpu_count() or 1, reading // (unit + 4 * chunk)), 1)
-    return _Memory(parts, ahead, chunk, threads)
-
-
-def _row_nbytes(budget: int, processes: int) -> int:
-    """Bytes that a process gets in a round of the exchange: each holds two rows for each, and its own."""
-    return max(min(_CHUNK, budget // 4 // (2 * processes + 2)), 1)
+    return parts, ahead, chunk, threads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,13 +161,9 @@ class Exchange:
     """
 
     def __init__(self, devices: Sequence[Any], nbytes: int) -> None:
-        held: dict[int, list[Any]] = {}
-        for device in sorted(devices, key=lambda device: device.id):
-            held.setdefault(device.process_index, []).append(device)
-        self.processes = sorted(held)
-        each = min(map(len, held.values()))  # of every process as many: it is an array of devices
-        mesh = Mesh(np.array([held[process][:each] for process in self.processes]), ("process", "device"))
-        self._local = held[jax.process_index()][:each]
+        mesh = process_mesh(devices)
+        each, self.processes = mesh.shape["device"], [row[0].process_index for row in mesh.devices]
+        self._local = list(mesh.devices[self.processes.index(jax.process_index())])
         # A device has as many words of each row, and one more for the number of processes that have failed.
         self._words = -(-nbytes // (each * _WORD.itemsize))
         self.nbytes = each * self._words * _WORD.itemsize
@@ -298,8 +285,10 @@ class RemoteDestination:
         devices = {device for each in shardings if not each.is_fully_addressable for device in each.device_set}
         self._devices = sorted(devices, key=lambda device: device.id)
         self._processes = sorted({device.process_index for device in devices}) or [jax.process_index()]
-        self._memory = _divided(options.budget, files, len(self._processes))
-        self._row = _row_nbytes(options.budget, len(self._processes))
+        count = len(self._processes)
+        self._parts, self._ahead, self._chunk, self._threads = _divided(options.budget, files, count)
+        # Bytes that a process gets in a round of the exchange: each holds two rows for each, and its own.
+        self._row = max(min(_CHUNK, options.budget // 4 // (2 * count + 2)), 1)
         self._sent = Counter[str]()  # chunks of each file
         self._last: Upload | None = None  # of the one file that counts itself
         self._calls: _Calls = queue.SimpleQueue()
@@ -365,14 +354,15 @@ class RemoteDestination:
         ]
         shares = _by_process(self.files, self._processes)
         self._own = own = shares[jax.process_index()]
-        self._rounds = exchange and _Rounds(exchange, shares, self._memory.chunk, leads=self._leads)
+        self._rounds = exchange and _Rounds(exchange, shares, self._chunk, leads=self._leads)
         self._store = self._where.store.open_for_parts()
-        self._bar.start(sum(file.nbytes - len(file.header) for file in own), f"{self._where.name}: saving")
+        total = sum(file.nbytes - len(file.header) for file in own)
         try:
-            for file in own:
-                self._last = self._send(file, stage.check, hold=self._alone)
-            while self._rounds is not None and self._rounds.next() is not None:
-                stage.check()
+            with reported(self._bar, total, f"{self._where.name}: saving"):
+                for file in own:
+                    self._last = self._send(file, stage.check, hold=self._alone)
+                while self._rounds is not None and self._rounds.next() is not None:
+                    stage.check()
         except _OtherFailed:
             pass
         except BaseException:
@@ -380,8 +370,6 @@ class RemoteDestination:
                 if self._rounds is not None:
                     self._rounds.next(failed=True)
             raise
-        finally:
-            self._bar.finish()
 
     def withdraw(self) -> None:
         """Removes what this process has written, since another one failed."""
@@ -391,7 +379,7 @@ class RemoteDestination:
         self, file: SavedFile, check: Callable[[], None], *, hold: bool = False, begun: Upload | None = None
     ) -> Upload | None:
         """Uploads a file; with `hold`, returns the upload before the step that makes it visible."""
-        path, parts = self._folder / file.name, parts_of(file.nbytes, self._memory.parts)
+        path, parts = self._folder / file.name, parts_of(file.nbytes, self._parts)
         assert parts is not None
         # What came from other processes is not sent again by them.
         alone = all(complete(tensor.source) for _, tensor, _ in file.tensors)
@@ -421,18 +409,18 @@ class RemoteDestination:
 
     def _pieces(self, file: SavedFile) -> Generator[np.ndarray]:
         """A file's bytes, from its header on."""
-        header, size = np.frombuffer(file.header, np.uint8), self._memory.chunk
+        header, size = np.frombuffer(file.header, np.uint8), self._chunk
         for start in range(0, header.size, size):
             yield header[start : start + size]
         chunks = list(_chunks(file, size, self._row))
         wants = [want for chunk in chunks if not chunk.shared for want in required_ranges(chunk.tensor, [chunk.box])]
-        threads, scratch = self._memory.threads, Scratch(size)
+        threads, scratch = self._threads, Scratch(size)
 
         def read(chunk: _Chunk) -> np.ndarray | None:
             return None if chunk.shared else chunk.read(scratch.workspace)
 
         reading = parallel(read, chunks, threads, "read", ahead=threads)
-        with reading as contents, reading_ahead(wants, self._memory.ahead):
+        with reading as contents, reading_ahead(wants, self._ahead):
             for number, (chunk, content) in enumerate(zip(chunks, contents, strict=True), 1):
                 if content is None:
                     assert self._rounds is not None
@@ -456,7 +444,7 @@ class RemoteDestination:
         self._begins_commit = True
         try:
             if not self._alone:
-                replace(self._decides, self._index(), self._version)
+                replace(self._decides, index_of(self.files).encode(), self._version)
             elif version_of(self._decides) != self._version:
                 raise Changed
             else:
@@ -473,16 +461,12 @@ class RemoteDestination:
                 "save removes what has names of this library; remove others yourself"
             )
 
-    def _index(self) -> bytes:
-        weights = {tensor: file.name for file in self.files for tensor, _, _ in file.tensors}
-        return index_text(sum(file.nbytes - len(file.header) for file in self.files), weights).encode()
-
     def _committed(self) -> bool:
         """Returns True if the files count by what the store has: an answer may have been lost, or a Ctrl-C come."""
         if not self._begins_commit:
             return False
         try:
-            return read_whole(self._decides) == self._index()
+            return read_whole(self._decides) == index_of(self.files).encode()
         except CheckpointError:
             return True  # nobody knows, so nothing is removed
 

@@ -28,7 +28,7 @@ from lazymodel._devices.collective import agreement
 from lazymodel._errors import CheckpointError, LazyModelError, warn
 from lazymodel._mapping.match import model_values
 from lazymodel._mapping.table import WeightMap
-from lazymodel._remote.path import Location, RemotePath, remote_path
+from lazymodel._remote.path import Location, RemotePath
 from lazymodel._remote.url import is_url
 from lazymodel._save import hdf5, numpy, orbax
 from lazymodel._save.atomic import staging, writing
@@ -38,13 +38,12 @@ from lazymodel._save.numpy import NpyDestination, NpzDestination
 from lazymodel._save.orbax import OrbaxDestination
 from lazymodel._save.remote import RemoteDestination, check_writable, delete
 from lazymodel._save.write import check_budget, write_files
-from lazymodel._show.progress import Progress, ProgressTo, progress_for
+from lazymodel._show.progress import Progress, ProgressTo, progress_for, reported
 from lazymodel._show.text import closest, listed, parse_budget, parse_bytes
 from lazymodel._tensors.boxes import Box, box_shape, slabs
-from lazymodel._tensors.buffers import Scratch, parallel
 from lazymodel._tensors.casting import converted, refusal
 from lazymodel._tensors.lazy import LazyTensor
-from lazymodel._tensors.tensor_source import fill
+from lazymodel._tensors.tensor_source import compared
 from lazymodel.checkpoints._checkpoint import DECIDING, KEY, described, is_complete, place_of, step_folders
 from lazymodel.checkpoints._open import open_checkpoint, staging_folder, weight_files
 from lazymodel.checkpoints._orbax import find_item
@@ -204,16 +203,14 @@ def default_budget(tensors: Mapping[str, LazyTensor]) -> int:
 
 
 def _located(path: str | os.PathLike[str], options: Mapping[str, Any] | None, format: str) -> Location:
-    if not is_url(path):
-        if options:
-            raise LazyModelError(f"{os.fspath(path)}: storage_options are for URLs, found a path")
-        with writing(Path(path)):
+    where = place_of(path, options)
+    if isinstance(where, Path):
+        with writing(where):
             if not os.path.isabs(path):
                 os.getcwd()  # it may have been removed
             with contextlib.suppress(FileNotFoundError):
                 os.lstat(path)  # the name may be too long
-        return Path(path)
-    where = remote_path(os.fspath(path), options)
+        return where
     if format != "safetensors":
         raise LazyModelError(
             f"{where}: only safetensors are saved to buckets, expected a path for {format}, found a URL. Save as "
@@ -404,11 +401,8 @@ def forget(files: Sequence[str]) -> None:
     """Has the system read files from the disk again rather than from memory, if it can."""
     for file in files if hasattr(os, "posix_fadvise") else ():
         if os.path.isfile(file):
-            fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(fd)
+            with open(file, "rb") as stream:
+                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def differences(
@@ -427,8 +421,6 @@ def differences(
     )
     threads = max(min(_THREADS, budget // (unit + 4 * _CHUNK)), 1)
     chunk = max(min(_CHUNK, (budget // threads - unit) // 4), _LEAST)
-    scratch = Scratch(chunk + unit)
-    bar.start(sum(one.nbytes for one, _ in common.values()), "verifying")
     jobs, different = list[tuple[str, Box]](), set[str]()
     for name, (one, two) in common.items():
         if (one.dtype, one.shape) != (two.dtype, two.shape):
@@ -436,41 +428,21 @@ def differences(
         elif one.size:
             jobs += [(name, box) for box in slabs(one.shape, max(chunk // one.itemsize, 1))]
 
-    def equal(job: tuple[str, Box]) -> bool:
-        name, box = job
-        if name in different:
-            return True
-        one, two = (_bits(tensor, box, scratch, number) for number, tensor in enumerate(common[name]))
-        return np.array_equal(one, two)
+    def equal(one: np.ndarray, two: np.ndarray) -> bool:
+        return np.array_equal(one.reshape(-1).view(np.uint8), two.reshape(-1).view(np.uint8))
 
-    try:
-        with parallel(equal, jobs, threads, "verify") as results:
-            for number, ((name, box), same) in enumerate(zip(jobs, results, strict=True)):
-                one, two = common[name]
-                bar.advance(math.prod(box_shape(box)) * one.itemsize, name)
-                if not same and name not in different:
-                    different.add(name)
-                    yield f"{name!r}: expected other bytes in {_shown(box)}"
-                if number + 1 == len(jobs) or jobs[number + 1][0] != name:
-                    one.source.release()
-                    two.source.release()
-    finally:
-        bar.finish()
-
-
-def _bits(tensor: LazyTensor, box: Box, scratch: Scratch, number: int) -> np.ndarray:
-    nbytes = tensor.box(box).nbytes
-    bits = scratch.buffer(nbytes, number)
-    fill(tensor, [box], [bits.view(tensor.dtype).reshape(box_shape(box))], scratch.workspace)
-    return bits
+    total = sum(one.nbytes for one, _ in common.values())
+    with reported(bar, total, "verifying"), compared(common, jobs, equal, threads, chunk + unit) as results:
+        for (name, box), same in zip(jobs, results, strict=True):
+            bar.advance(math.prod(box_shape(box)) * common[name][0].itemsize, name)
+            if not same and name not in different:
+                different.add(name)
+                ranges = ", ".join(f"{part.start}:{part.stop}" for part in box)
+                yield f"{name!r}: expected other bytes in [{ranges}]"
 
 
 def _described(tensor: LazyTensor) -> str:
     return f"{tensor.dtype.name}{list(tensor.shape)}"
-
-
-def _shown(box: Box) -> str:
-    return f"[{', '.join(f'{part.start}:{part.stop}' for part in box)}]"
 
 
 def save_step(

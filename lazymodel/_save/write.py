@@ -23,7 +23,7 @@ from lazymodel._devices.collective import CollectiveScope
 from lazymodel._errors import LazyModelError
 from lazymodel._remote.path import reading_ahead
 from lazymodel._save.destination import Destination, SavedFile
-from lazymodel._show.progress import Progress
+from lazymodel._show.progress import Progress, reported
 from lazymodel._show.text import format_bytes
 from lazymodel._tensors.boxes import (
     Box,
@@ -75,13 +75,7 @@ _Job: TypeAlias = tuple[_Piece, Box, bool]  # a box to write; whether it is the 
 
 def _pieces(name: str, tensor: LazyTensor, offset: int, *, leads: bool) -> Iterator[_Piece]:
     """The parts of a tensor that this process writes."""
-    if not tensor.size:
-        return
-    if complete(tensor.source):
-        if leads:
-            tensor = tensor.reshape(-1) if tensor.dtype == FLOAT4 else tensor
-            yield _Piece(name, tensor, offset, fresh_view(tensor.shape, tensor.itemsize).strides)
-        return
+    tensor = tensor.reshape(-1) if tensor.dtype == FLOAT4 and complete(tensor.source) else tensor
     for own, target in owned(tensor, fresh_view(tensor.shape, tensor.itemsize), leads=leads):
         order = sorted(range(own.ndim), key=lambda axis, target=target: -abs(target.strides[axis]))
         own, target = own.transpose(order), target.transpose(order)
@@ -191,9 +185,9 @@ def write_files(
     chunk = max(min(_CHUNK, ((budget - ahead) // threads - unit) // 2), 1)
     writing = [_Writing(target.place(file), list(_jobs(group, chunk)), direct=target.direct) for file, group in pieces]
     wants = [want for file in writing for piece, box, _ in file.jobs for want in required_ranges(piece.tensor, [box])]
-    bar.start(sum(tensor.nbytes for tensor in tensors), f"{target.path.name}: saving")
+    total = sum(tensor.nbytes for tensor in tensors)
     try:
-        with reading_ahead(wants, ahead):
+        with reported(bar, total, f"{target.path.name}: saving"), reading_ahead(wants, ahead):
             _run(writing, threads, chunk + unit, bar, stage.check)
     except OSError as error:
         if isinstance(error, FileNotFoundError):
@@ -205,7 +199,6 @@ def write_files(
     finally:
         for file in writing:
             file.close()
-        bar.finish()
 
 
 class _Writing:

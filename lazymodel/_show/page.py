@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lazymodel._errors import LazyModelError
+from lazymodel._errors import LazyModelError, required
 from lazymodel._show.text import fold, grouped_by, unnumbered
 
 # Separate files rather than strings, so that editors and linters support them.
@@ -118,18 +118,9 @@ def save_page(path: str | os.PathLike[str], title: str, sections: Sequence[Secti
         raise LazyModelError(f"cannot write {os.fspath(path)}: {error.strerror or error}") from error
 
 
-def plotly_source() -> str:
-    """Plotly's own program, as included in a page; raises LazyModelError if plotly is not installed."""
-    try:
-        from plotly.offline import get_plotlyjs  # pyright: ignore[reportMissingTypeStubs]
-    except ImportError as error:
-        raise LazyModelError("a page needs plotly: pip install 'lazymodel[page]'") from error
-    return get_plotlyjs()
-
-
 def page(title: str, sections: Sequence[Section]) -> str:
     """The HTML of a page."""
-    plotly, style, script = _plotly(), _STYLE.read_text("utf-8"), _SCRIPT.read_text("utf-8")
+    plotly, style, script = plotly_source(), _STYLE.read_text("utf-8"), _SCRIPT.read_text("utf-8")
     charts = any(isinstance(section, Lines | Spans | Treemap) for section in sections)
     plain: list[dict[str, Any]] = [{"kind": type(each).__name__.lower(), **vars(each)} for each in sections]
     for each in plain:
@@ -157,8 +148,9 @@ def _packed(text: str) -> str:
 
 
 @functools.cache
-def _plotly() -> str:
-    return _packed(plotly_source())
+def plotly_source() -> str:
+    """Plotly's own program, packed as in a page; raises LazyModelError if plotly is not installed."""
+    return _packed(required("plotly.offline", "a page", "'lazymodel[page]'").get_plotlyjs())
 
 
 def _modules(paths: Mapping[str, int]) -> dict[str, int]:

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, Self, TypeAlias, runtime_checkable
+from typing import Any, Protocol, Self, TypeAlias, runtime_checkable
 
 from lazymodel._errors import LazyModelError
 from lazymodel._show import clock
@@ -101,6 +101,16 @@ def progress_for(to: ProgressTo) -> Progress:
         "progress is True, False, None, a callable of (done bytes, total bytes) or an object with start, advance and "
         f"finish; got {to!r}"
     )
+
+
+@contextlib.contextmanager
+def reported(bar: Progress, total_nbytes: int, description: str) -> Generator[None]:
+    """Within the block, work of so many bytes is reported to `bar`."""
+    bar.start(total_nbytes, description)
+    try:
+        yield
+    finally:
+        bar.finish()
 
 
 class _Reporter:
@@ -310,12 +320,8 @@ class Span:
         return f"{self.name}: {self.detail}" if self.detail else self.name
 
 
-class _Row(NamedTuple):
-    label: str
-    start: float
-    stop: float
-    took: float
-    intervals: list[tuple[float, float]]  # of its spans, without overlaps
+# Label, start, stop, seconds, and the intervals of its spans, without overlaps.
+_Row: TypeAlias = "tuple[str, float, float, float, list[tuple[float, float]]]"
 
 
 class Timeline(Tabled, list[Span]):
@@ -376,14 +382,14 @@ class Timeline(Tabled, list[Span]):
         rows, begin, end = self._rows()
         drawn = empty_figure((9.6, 1.0 + _ROW_INCHES * max(len(rows), 1)))
         axes = drawn.subplots()
-        for place, row in enumerate(rows):
-            bars = [(start, stop - start) for start, stop in row.intervals]
-            axes.broken_barh(bars, (place - 0.4, 0.8), color=_COLOURS.get(row.label.partition(":")[0], _OTHER))
+        for place, (label, _, _, took, intervals) in enumerate(rows):
+            bars = [(start, stop - start) for start, stop in intervals]
+            axes.broken_barh(bars, (place - 0.4, 0.8), color=_COLOURS.get(label.partition(":")[0], _OTHER))
             # The text is next to its bar; before it if the bar ends near the edge of the figure.
-            first, last = (row.intervals[0][0], row.intervals[-1][1]) if row.intervals else (begin, begin)
+            first, last = (intervals[0][0], intervals[-1][1]) if intervals else (begin, begin)
             past = last > begin + 0.9 * (end - begin)
             look = {"fontsize": 7, "va": "center", "ha": "right" if past else "left"}
-            axes.text(first if past else last, place, f" {row.took:.2f} s ", **look)
+            axes.text(first if past else last, place, f" {took:.2f} s ", **look)
         axes.set_yticks(range(len(rows)), [printable(row[0]).replace("$", r"\$") for row in rows], fontsize=8)
         axes.set_ylim(max(len(rows), 1) - 0.5, -0.5)
         axes.set_xlim(begin, end)
@@ -418,5 +424,5 @@ class Timeline(Tabled, list[Span]):
                 if span.stop > at:
                     intervals.append((max(span.start, at), span.stop))
                     at = span.stop
-            rows.append(_Row(label, some[0].start, max(span.stop for span in some), took, intervals))
+            rows.append((label, some[0].start, max(span.stop for span in some), took, intervals))
         return rows, begin, max(end, begin + 1e-6)

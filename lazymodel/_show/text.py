@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from lazymodel._errors import LazyModelError
+from lazymodel._errors import LazyModelError, required
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
@@ -223,11 +223,7 @@ PALETTE = ("#0072B2", "#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#8
 
 def empty_figure(inches: tuple[float, float]) -> Any:
     """A `matplotlib.figure.Figure` of a size."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise LazyModelError("plot needs matplotlib: pip install matplotlib") from None
-    return Figure(figsize=inches, layout="constrained")
+    return required("matplotlib.figure", "plot", "matplotlib").Figure(figsize=inches, layout="constrained")
 
 
 def finished_figure(figure: Any, title: str, path: Any = None) -> Any:

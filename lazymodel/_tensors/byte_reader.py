@@ -13,6 +13,7 @@ import ctypes
 import errno
 import fcntl
 import hashlib
+import io
 import mmap
 import os
 import random
@@ -76,6 +77,35 @@ class RequestCounter:
 
 
 REQUESTS = RequestCounter()
+
+
+class Seekable(io.RawIOBase):
+    """A file of `size` bytes with a position; a subclass reads or writes."""
+
+    position = size = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        position = offset + (0, self.position, self.size)[whence]
+        if position < 0:
+            raise OSError(errno.EINVAL, "negative seek position")
+        self.position = position
+        return position
+
+
+@contextlib.contextmanager
+def reading(path: object, verb: str = "read") -> Generator[None]:
+    """Within the block, what the operating system refuses is a CheckpointError that names the path."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"cannot {verb} {path}: {error.strerror}") from error
+
 
 VERIFIED: dict[Hashable, str] = {}
 """Hashes of the content of files that this process has compared with published ones, by `ByteReader.version`."""
@@ -146,13 +176,10 @@ class ByteReader:
         if (verified := VERIFIED.get(self.version)) is not None:
             return verified
         digest = hashlib.blake2b(digest_size=8)
-        try:
-            with self.open_file() as file:
-                for start in samples(self.size, count):
-                    file.seek(start)
-                    digest.update(file.read(SAMPLE))
-        except OSError as error:
-            raise CheckpointError(f"cannot read {self.path}: {error.strerror}") from error
+        with reading(self.path), self.open_file() as file:
+            for start in samples(self.size, count):
+                file.seek(start)
+                digest.update(file.read(SAMPLE))
         self.check_unchanged()
         return f"{self.size:,} bytes, sampled content {digest.hexdigest()}"
 
@@ -284,10 +311,8 @@ class FileReader(ByteReader):
     def __init__(self, path: str | os.PathLike[str], *, base: int = 0) -> None:
         super().__init__(os.fspath(path))
         self.base = base
-        try:
+        with reading(self.path, "open"):
             status = os.stat(self.path)
-        except OSError as error:
-            raise CheckpointError(f"cannot open {self.path}: {error.strerror}") from error
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"cannot open {self.path}: expected a regular file, found another kind")
         self._stat, self.size = _identity(status), status.st_size
@@ -315,10 +340,8 @@ class FileReader(ByteReader):
         return self._stat
 
     def open_file(self) -> BinaryIO:
-        try:
+        with reading(self.path, "open"):
             return open(self.path, "rb")
-        except OSError as error:
-            raise CheckpointError(f"cannot open {self.path}: {error.strerror}") from error
 
     def peek(self, position: int, nbytes: int) -> bytes:
         return os.pread(self.descriptor(), nbytes, position)
@@ -422,10 +445,8 @@ class FileReader(ByteReader):
     def descriptor(self) -> int:
         with contextlib.nullcontext() if self._fd >= 0 else self._lock:
             if self._fd < 0:
-                try:
+                with reading(self.path, "open"):
                     fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-                except OSError as error:
-                    raise CheckpointError(f"cannot open {self.path}: {error.strerror}") from error
                 if _identity(os.fstat(fd)) != self._stat:
                     os.close(fd)
                     self.check_unchanged()

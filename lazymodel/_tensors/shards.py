@@ -37,8 +37,8 @@ class DeviceTensor(TensorSource):
     """
 
     def __init__(self, name: str, array: jax.Array) -> None:
-        self.name, self.file, self.offset, self.array = name, "", 0, array
-        self.shape, self.dtype = tuple(array.shape), np.dtype(array.dtype)
+        super().__init__(name, tuple(array.shape), np.dtype(array.dtype))
+        self.array = array
         self.complete = array.is_fully_addressable
         self.owned: list[Box] = []
         self._shards: dict[BoxKey, Any] = {}

@@ -12,8 +12,8 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, Self, TypeAlias
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, Self, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -39,21 +39,26 @@ from lazymodel._tensors.boxes import (
     unshift,
     whole_box,
 )
-from lazymodel._tensors.buffers import STAGING, Convert, DType, Steps, Workspace, assign
+from lazymodel._tensors.buffers import STAGING, Convert, DType, Scratch, Steps, Workspace, assign, parallel
 from lazymodel._tensors.byte_reader import ByteReader
+
+_R = TypeVar("_R")
 
 
 class TensorSource:
     """An array of a shape and dtype that can be read; the base of views."""
 
     name: str  # in its checkpoint, for messages
-    file: str  # its path; empty where there is none
-    offset: int  # byte in the file, by which reads are ordered
+    file: str = ""  # its path; empty where there is none
+    offset: int = 0  # byte in the file, by which reads are ordered
     shape: tuple[int, ...]
     dtype: DType  # as stored
     row_step: int = 1  # reads should start and end at multiples of this along the first axis (a file's chunking)
     origin: ByteReader | None = None  # reader of its file's bytes
     min_scratch_nbytes: int = 0  # temporaries for reading even one element, such as those of a decompressed chunk
+
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: DType) -> None:
+        self.name, self.shape, self.dtype = name, shape, dtype
 
     def fill_box(self, box: Box, out: np.ndarray, steps: Steps, workspace: Workspace) -> None:
         """Fills `out` with a box of it, converted. Temporaries: `workspace.available` or `min_scratch_nbytes`."""
@@ -89,9 +94,8 @@ class FileTensor(TensorSource):
     """A C-contiguous tensor in a file, stored from a byte offset on."""
 
     def __init__(self, name: str, reader: ByteReader, offset: int, shape: tuple[int, ...], dtype: DType) -> None:
-        self.name, self.reader, self.file, self.offset = name, reader, reader.path, offset
-        self.shape, self.dtype = shape, dtype
-        self.origin = reader.origin
+        super().__init__(name, shape, dtype)
+        self.reader, self.file, self.offset, self.origin = reader, reader.path, offset, reader.origin
 
     def readers(self) -> tuple[ByteReader, ...]:
         return (self.reader,)
@@ -123,8 +127,8 @@ class ArrayTensor(TensorSource):
     """An array in memory."""
 
     def __init__(self, array: np.ndarray, name: str = "array") -> None:
-        self.name, self.file, self.offset, self.array = name, "", 0, array
-        self.shape, self.dtype = array.shape, array.dtype
+        super().__init__(name, array.shape, array.dtype)
+        self.array = array
 
     def fill_box(self, box: Box, out: np.ndarray, steps: Steps, workspace: Workspace) -> None:
         assign(out, self.array[(*box, ...)], steps)
@@ -318,6 +322,46 @@ def fill(view: View, boxes: Sequence[Box], outs: Sequence[np.ndarray], workspace
     """Fills arrays with boxes of a view, in this thread."""
     for part in fill_parts(view, boxes, outs):
         part.run(workspace)
+
+
+@contextlib.contextmanager
+def compared(
+    pairs: Mapping[str, tuple[View, View]],
+    jobs: Sequence[tuple[str, Box]],
+    compare: Callable[[np.ndarray, np.ndarray], _R],
+    threads: int,
+    scratch_nbytes: int,
+) -> Generator[Iterator[_R]]:
+    """A `with` block that gives an iterator over what a function returns for the values of two tensors.
+
+    Args:
+        pairs: Tensors of one shape, by name.
+        jobs: Names and the box that is read of both tensors, in threads. A name's jobs follow each other, and its
+            sources are released after the last one.
+        compare: Called in any of the threads.
+        threads: Number of threads.
+        scratch_nbytes: Bytes of temporaries of a thread, in addition to the values.
+    """
+    scratch = Scratch(scratch_nbytes)
+    last = {name: number for number, (name, _) in enumerate(jobs)}
+
+    def run(job: tuple[str, Box]) -> _R:
+        values: list[np.ndarray] = []
+        for number, view in enumerate(pairs[job[0]]):
+            shape = box_shape(job[1])
+            buffer = scratch.buffer(math.prod(shape) * view.dtype.itemsize, number)
+            values.append(buffer.view(view.dtype).reshape(shape))
+            fill(view, [job[1]], values[-1:], scratch.workspace)
+        return compare(*values)
+
+    def released(results: Iterator[_R]) -> Iterator[_R]:
+        for number, ((name, _), result) in enumerate(zip(jobs, results, strict=True)):
+            yield result
+            for view in pairs[name] if number == last[name] else ():
+                view.source.release()
+
+    with parallel(run, jobs, threads, "compare") as results:
+        yield released(results)
 
 
 def _run_parts(view: View, source: FileTensor, targets: Targets) -> list[Part]:

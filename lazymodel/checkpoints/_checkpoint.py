@@ -17,6 +17,7 @@ import math
 import os
 import reprlib
 from collections.abc import Collection, Iterator, KeysView, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -28,9 +29,9 @@ from lazymodel._quantized.families import plain_tensors
 from lazymodel._remote.path import Location, RemotePath, remote_path
 from lazymodel._remote.url import is_url
 from lazymodel._show.text import format_bytes, listed, plural
-from lazymodel._tensors.byte_reader import ByteReader
+from lazymodel._tensors.byte_reader import ByteReader, reading
 from lazymodel._tensors.lazy import LazyTensor
-from lazymodel.checkpoints._untrusted import read_json_file, reading, weight_map
+from lazymodel.checkpoints._untrusted import read_json_file, weight_map
 
 
 class TensorHeader(NamedTuple):
@@ -48,7 +49,7 @@ class TensorHeader(NamedTuple):
     offset: int | None = None
 
 
-class Checkpoint(Mapping[str, LazyTensor]):
+class Checkpoint(Mapping[str, LazyTensor], AbstractContextManager["Checkpoint"]):
     """An open checkpoint: tensor name → `LazyTensor`. Opening and looking up read headers only.
 
     Subclasses provide `_tensor` and pass the names they have, as a list or as the keys of a dict of theirs. Usable in
@@ -125,9 +126,6 @@ class Checkpoint(Mapping[str, LazyTensor]):
         """Releases file descriptors."""
         for source in self._sources:
             source.close()
-
-    def __enter__(self) -> Checkpoint:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -24,7 +24,7 @@ from lazymodel._errors import CheckpointError
 from lazymodel._quantized.ggml import TYPES, TensorType, tensor_of
 from lazymodel._remote.path import Location, fetch_heads, source_of
 from lazymodel._show.text import plural
-from lazymodel._tensors.byte_reader import ByteReader
+from lazymodel._tensors.byte_reader import ByteReader, reading
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel.checkpoints._checkpoint import Checkpoint, JoinedCheckpoint, TensorHeader
 from lazymodel.checkpoints._untrusted import (
@@ -32,7 +32,6 @@ from lazymodel.checkpoints._untrusted import (
     MAX_NBYTES,
     check_pointer,
     mismatch,
-    reading,
     require_shards,
     shard_path,
     truncated,

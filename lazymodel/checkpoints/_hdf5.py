@@ -28,7 +28,7 @@ from typing import Any, cast
 import ml_dtypes
 import numpy as np
 
-from lazymodel._errors import CheckpointError
+from lazymodel._errors import CheckpointError, required
 from lazymodel._remote.path import Location, RemoteFile, RemoteReader, source_of
 from lazymodel._show.text import listed
 from lazymodel._tensors.boxes import Box, box_shape, intersect, shift, slabs
@@ -127,11 +127,7 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def import_h5py() -> Any:
-    try:
-        import h5py  # pyright: ignore[reportMissingTypeStubs]
-    except ImportError as error:
-        raise CheckpointError("HDF5 weights need h5py, which is not installed: pip install h5py") from error
-    return h5py
+    return required("h5py", "a file of HDF5 weights", "h5py", CheckpointError)
 
 
 class H5File:

@@ -23,7 +23,7 @@ import numpy as np
 
 from lazymodel._errors import CheckpointError
 from lazymodel._remote.path import Location, RemotePath, fetch_heads, source_of
-from lazymodel._tensors.byte_reader import ByteReader
+from lazymodel._tensors.byte_reader import ByteReader, reading
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.tensor_source import ArrayTensor, FileTensor
 from lazymodel.checkpoints._checkpoint import Checkpoint
@@ -37,7 +37,6 @@ from lazymodel.checkpoints._untrusted import (
     counts,
     member_start,
     mismatch,
-    reading,
     shard_path,
     zip_directory,
 )
@@ -245,7 +244,7 @@ class _StoredReader(_MemberReader):
                 self._position, self._crc = offset, zlib.crc32(self._header)
             while self._position in self._pieces:
                 end, crc = self._pieces[self._position]
-                self._crc = _joined_crc(self._crc, crc, end - self._position)
+                self._crc = _product(_shift(end - self._position), self._crc) ^ crc  # of both
                 self._position = end
             if self._position < self._start + self._info.file_size:
                 return
@@ -253,11 +252,6 @@ class _StoredReader(_MemberReader):
             self.forget()
         if crc != self._info.CRC:
             raise self._corrupt(f"bytes whose checksum is {crc:#x}, not {self._info.CRC:#x}")
-
-
-def _joined_crc(first: int, second: int, nbytes: int) -> int:
-    """The CRC-32 of two pieces of data one after the other, of which the second has so many bytes."""
-    return _product(_shift(nbytes), first) ^ second
 
 
 @functools.lru_cache

@@ -31,12 +31,12 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from lazymodel._errors import CheckpointError, warn
+from lazymodel._errors import CheckpointError, required, warn
 from lazymodel._remote.path import Location, RemotePath, kvstore, source_of
 from lazymodel._show.text import listed
 from lazymodel._tensors.boxes import Box, box_shape, shift
 from lazymodel._tensors.buffers import Steps, Workspace, assign
-from lazymodel._tensors.byte_reader import SAMPLES, ByteReader
+from lazymodel._tensors.byte_reader import SAMPLES, ByteReader, reading
 from lazymodel._tensors.lazy import LazyTensor, lazy
 from lazymodel._tensors.tensor_source import ArrayTensor, TensorSource
 from lazymodel.checkpoints._checkpoint import Checkpoint
@@ -47,7 +47,6 @@ from lazymodel.checkpoints._untrusted import (
     is_number,
     mismatch,
     read_json_file,
-    reading,
 )
 
 T = TypeVar("T")
@@ -293,13 +292,7 @@ _FAILURES = (ValueError, OSError, RuntimeError, LookupError, TypeError)
 
 
 def _tensorstore() -> Any:
-    try:
-        import tensorstore  # pyright: ignore[reportMissingTypeStubs]
-    except ImportError as error:
-        raise CheckpointError(
-            "reading Orbax checkpoints needs tensorstore, which is not installed: pip install 'lazymodel[orbax]'"
-        ) from error
-    return tensorstore
+    return required("tensorstore", "reading Orbax checkpoints", "'lazymodel[orbax]'", CheckpointError)
 
 
 def _attempt(function: Callable[[], T], failed: str, remote: bool) -> T:
@@ -332,7 +325,7 @@ class OrbaxCheckpoint(Checkpoint):
 
     def __init__(self, path: Location, item: Location) -> None:
         tree, files = read_tree(item), files_inside(item)
-        self._item, self.item, self._places = item, str(item), [item / name for name in files]
+        self.item, self._places = str(item), [item / name for name in files]
         self._remote, ocdbt = isinstance(item, RemotePath), (item / MANIFEST).exists()
         needs_index = (tree and tree.fields.get("use_ocdbt")) or any(name.startswith(_PROCESS) for name in files)
         if tree is not None and not tree.stores_arrays:

@@ -27,9 +27,9 @@ import numpy as np
 
 from lazymodel._errors import CheckpointError, LazyModelError
 from lazymodel._remote.path import Location, fetch_heads, source_of
-from lazymodel._show.text import LISTED, first_lines, listed, plural
+from lazymodel._show.text import LISTED, first_lines, grouped_by, listed, plural
 from lazymodel._tensors.buffers import Workspace
-from lazymodel._tensors.byte_reader import ByteReader
+from lazymodel._tensors.byte_reader import ByteReader, reading
 from lazymodel._tensors.decoded import DecodedTensor, Stored
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.tensor_source import FileTensor, View
@@ -42,7 +42,6 @@ from lazymodel.checkpoints._untrusted import (
     counts,
     mismatch,
     read_json_object,
-    reading,
     shard_path,
     truncated,
 )
@@ -401,11 +400,7 @@ class Contents:
 
     def add_shard(self, index: Index, path: Location, shard: Checkpoint, expected: Sequence[str]) -> None:
         """Adds the tensors of a shard that an index says it has."""
-        held: Any = shard.keys()
-        if index.grouped:
-            held = {}
-            for name in shard:
-                held.setdefault(name.rpartition("/")[0], []).append(name)
+        held: Any = grouped_by(shard, lambda name: name.rpartition("/")[0]) if index.grouped else shard.keys()
         found = [key for key in expected if key in held]
         wrong = [([key for key in expected if key not in held], "is missing", "says it has")]
         if len(found) < len(held):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import json
 import os
 import reprlib
@@ -25,7 +24,7 @@ from lazymodel._errors import CheckpointError
 from lazymodel._remote.path import Location, RemotePath
 from lazymodel._remote.url import is_url
 from lazymodel._show.text import format_bytes, listed
-from lazymodel._tensors.byte_reader import ByteReader
+from lazymodel._tensors.byte_reader import ByteReader, Seekable, reading
 
 MAX_JSON = 100 << 20  # bytes; an index of a million tensors is below this
 MAX_DIMENSIONS = 32  # NumPy 1's; no model comes near
@@ -65,15 +64,6 @@ def counts(value: Any) -> tuple[int, ...] | None:
         return None
     items = cast("list[Any]", value)
     return tuple(items) if all(type(item) is int and 0 <= item < 2**63 for item in items) else None
-
-
-@contextlib.contextmanager
-def reading(path: str | Location, verb: str = "read") -> Generator[None]:
-    """Within the block, what the operating system refuses is a CheckpointError that names the path."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"cannot {verb} {path}: {error.strerror}") from error
 
 
 @contextlib.contextmanager
@@ -231,27 +221,17 @@ def files_inside(folder: Location) -> list[str]:
 # Zip archives ---------------------------------------------------------------------------------------------------------
 
 
-class Window(io.RawIOBase):
+class Window(Seekable):
     """A range of a file as a file of its own, such as a member of an uncompressed archive. It opens nothing itself."""
 
     def __init__(self, source: ByteReader, base: int, size: int) -> None:
         super().__init__()
-        self._source, self._base, self._size, self._position = source, base, size, 0
+        self._source, self._base, self.size = source, base, size
         self._file = source.open_file() if source.remote else None  # which keeps what was fetched
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        return self._position
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
-        count, position = max(min(len(view), self._size - self._position), 0), self._base + self._position
+        count, position = max(min(len(view), self.size - self.position), 0), self._base + self.position
         if self._file is None:
             data = self._source.peek(position, count)
             count = len(data)
@@ -259,7 +239,7 @@ class Window(io.RawIOBase):
         else:
             self._file.seek(position)
             count = cast(Any, self._file).readinto(view[:count])
-        self._position += count
+        self.position += count
         return count
 
 

@@ -28,8 +28,8 @@ from lazymodel._errors import CheckpointError, LazyModelError
 from lazymodel._remote.path import Location, RemotePath, reading_ahead, source_of
 from lazymodel._show.text import first_lines, listed
 from lazymodel._tensors.buffers import parallel
-from lazymodel._tensors.byte_reader import VERIFIED, ByteReader
-from lazymodel.checkpoints._untrusted import mismatch, read_at_most, reading
+from lazymodel._tensors.byte_reader import VERIFIED, ByteReader, reading
+from lazymodel.checkpoints._untrusted import mismatch, read_at_most
 
 Verify = bool | str | os.PathLike[str] | Mapping[str, str]
 """Values of `verify=`: True for the hashes that the folder states, a manifest's path, or name → hash."""

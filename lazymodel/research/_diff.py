@@ -7,7 +7,6 @@ bytes first, which is sufficient for equal tensors.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -18,13 +17,13 @@ from lazymodel._abstract.framework import ModelSpec
 from lazymodel._errors import LazyModelError
 from lazymodel._mapping.match import described, given_tensors
 from lazymodel._remote.path import reading_ahead
-from lazymodel._show.progress import Progress, ProgressTo, progress_for
+from lazymodel._show.progress import Progress, ProgressTo, progress_for, reported
 from lazymodel._show.table import Column, Report, Table, plain, shape_text
 from lazymodel._show.text import first_lines, folded_names, plural
-from lazymodel._tensors.boxes import Box, box_shape, slabs
-from lazymodel._tensors.buffers import Scratch, cores, parallel
+from lazymodel._tensors.boxes import slabs
+from lazymodel._tensors.buffers import cores
 from lazymodel._tensors.lazy import LazyTensor
-from lazymodel._tensors.tensor_source import fill, required_ranges
+from lazymodel._tensors.tensor_source import compared, required_ranges
 
 _CHUNK = 4 << 20  # bytes of a tensor that a thread reads at once
 _BLOCK = 1 << 16  # elements that are compared at once, in the caches
@@ -158,7 +157,7 @@ def diff(a: Any, b: Any, *, tolerance: float | None = None, progress: ProgressTo
         raise LazyModelError(f"tolerance is None or a number of at least 0; got {tolerance!r}")
     (first, one), (second, other) = _tensors(a), _tensors(b)
     both = sorted((name for name in first if name in second), key=lambda name: (first[name].file, first[name].offset))
-    comparable = [(name, first[name], second[name]) for name in both if first[name].shape == second[name].shape]
+    comparable = {name: (first[name], second[name]) for name in both if first[name].shape == second[name].shape}
     found = _compare(comparable, progress_for(progress))
     tensors: list[TensorDifference] = []
     for name in both:
@@ -188,41 +187,32 @@ def _both(texts: Sequence[str]) -> str:
 _Block: TypeAlias = "tuple[int, float, float, int]"  # see `_of_block`
 
 
-def _compare(pairs: Sequence[tuple[str, LazyTensor, LazyTensor]], bar: Progress) -> dict[str, _Block]:
+def _compare(pairs: Mapping[str, tuple[LazyTensor, LazyTensor]], bar: Progress) -> dict[str, _Block]:
     """Compares tensors of equal shapes, in threads: name → result of `_of_block` for all of it."""
-    bar.start(sum(a.nbytes + b.nbytes for _, a, b in pairs), f"comparing {len(pairs)} tensors")
-    scratch, found = Scratch(_WORKSPACE), dict[str, _Block]()
+    found: dict[str, _Block] = {}
     jobs = [
-        (name, (a, b), box)
-        for name, a, b in pairs
+        (name, box)
+        for name, (a, b) in pairs.items()
         for box in (slabs(a.shape, max(_CHUNK // max(a.itemsize, b.itemsize), 1)) if a.size else ())
     ]
-    left = Counter(name for name, _, _ in jobs)
 
-    def compare(job: tuple[str, tuple[LazyTensor, LazyTensor], Box]) -> list[_Block]:
-        _, pair, box = job
-        arrays: list[np.ndarray] = []
-        for number, tensor in enumerate(pair):
-            values = scratch.buffer(tensor.box(box).nbytes, number).view(tensor.dtype).reshape(box_shape(box))
-            fill(tensor, [box], [values], scratch.workspace)
-            arrays.append(values.reshape(-1))
-        one, other = arrays
+    def compare(a: np.ndarray, b: np.ndarray) -> list[_Block]:
+        one, other = a.reshape(-1), b.reshape(-1)
         blocks = range(0, one.size, _BLOCK)
         return [_of_block(one[start : start + _BLOCK], other[start : start + _BLOCK]) for start in blocks]
 
-    ranges = [each for _, pair, box in jobs for tensor in pair for each in required_ranges(tensor, [box])]
-    try:
-        with reading_ahead(ranges), parallel(compare, jobs, cores(), "diff") as compared:
-            for (name, pair, box), results in zip(jobs, compared, strict=True):
-                counts, *sizes, more = zip(*results, found.get(name, (0, 0.0, 0.0, 0)), strict=True)
-                largest, relative = map(max, sizes)
-                found[name] = sum(counts), largest, relative, sum(more)
-                bar.advance(sum(tensor.box(box).nbytes for tensor in pair), name)
-                left[name] -= 1
-                for tensor in pair if not left[name] else ():
-                    tensor.source.release()
-    finally:
-        bar.finish()
+    total = sum(a.nbytes + b.nbytes for a, b in pairs.values())
+    ranges = [each for name, box in jobs for tensor in pairs[name] for each in required_ranges(tensor, [box])]
+    with (
+        reported(bar, total, f"comparing {len(pairs)} tensors"),
+        reading_ahead(ranges),
+        compared(pairs, jobs, compare, cores(), _WORKSPACE) as blocks,
+    ):
+        for (name, box), results in zip(jobs, blocks, strict=True):
+            counts, *sizes, more = zip(*results, found.get(name, (0, 0.0, 0.0, 0)), strict=True)
+            largest, relative = map(max, sizes)
+            found[name] = sum(counts), largest, relative, sum(more)
+            bar.advance(sum(tensor.box(box).nbytes for tensor in pairs[name]), name)
     return found
 
 

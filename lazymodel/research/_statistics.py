@@ -26,7 +26,7 @@ from lazymodel._errors import LazyModelError
 from lazymodel._mapping.match import flat_checkpoint, lazy_values, resolve_and_warn
 from lazymodel._materialize.materialize import stream
 from lazymodel._programs.jaxprs import is_key, uses_x64
-from lazymodel._show.progress import ProgressTo, progress_for
+from lazymodel._show.progress import ProgressTo, progress_for, reported
 from lazymodel._show.table import Column, Table, Tabled, plain
 from lazymodel._show.text import closest, empty_figure, finished_figure, plural
 from lazymodel._tensors.boxes import Box, box_shape, slabs, whole_box
@@ -485,16 +485,13 @@ def statistics(
         if not layered:
             raise LazyModelError(f"stacked={stacked!r} matches no variable{closest(stacked, shapes)}")
     bar = progress_for(progress)
-    bar.start(sum(variable.nbytes for variable in shapes.values()), f"measuring {len(shapes)} variables")
-    found: dict[str, list[VariableStatistics]] = {}
-    try:
+    total, found = sum(variable.nbytes for variable in shapes.values()), dict[str, list[VariableStatistics]]()
+    with reported(bar, total, f"measuring {len(shapes)} variables"):
         for path, array in arrays:
             if path in shapes:
                 found[path] = list(_rows(path, array, path in layered, spectral=spectral))
                 bar.advance(shapes[path].nbytes, path)
             del array  # before the next one of a stream comes
-    finally:
-        bar.finish()
     return Statistics((row.path, row) for path in shapes for row in found[path])
 
 

@@ -105,7 +105,7 @@ def smallest(*args: Any, **options: Any) -> Callable[[], Any]:
         (what_if(sequence=8), "sequence was given without batch"),
         (what_if(batch=8, sequence=8, remat="full"), "remat='full' is for training; pass optimizer"),
         (what_if(lora_rank="8"), "lora_rank is a positive number; got '8'"),
-        (what_if(lora_rank=8, lora_targets=["a"]), "lora_targets ['a'] is not a regular expression"),
+        (what_if(lora_rank=8, lora_targets=["a"]), "lora_targets=['a'] is not a regular expression"),
         (what_if(quantize=["int8"]), "quantize is 'int8' or 'int4'; got ['int8']"),
         (what_if(optimizer="adamx"), "optimizer 'adamx' is not known; closest: 'adam"),
         (what_if(lora_rank=2, lora_targets="("), "not a regular expression"),

@@ -22,6 +22,7 @@ import numpy as np
 from lazymodel import AbstractVariable, LazyModelError, LazyTensor
 from lazymodel._abstract.framework import Conversion, Framework, ModelSpec
 from lazymodel._abstract.pairs import RANK, LoraPair
+from lazymodel._abstract.variable import matched_paths
 from lazymodel._mapping.match import lazy_values
 from lazymodel._programs.programs import InitRecipe
 from lazymodel._sharding.follow import along
@@ -46,10 +47,7 @@ def check_lora(rank: Any, targets: str | None, inputs: Any = None) -> None:
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise LazyModelError(f"the rank of a LoRA is a positive integer; got {rank!r}")
     if targets is not None:
-        try:
-            re.compile(targets)
-        except (re.error, TypeError) as error:
-            raise LazyModelError(f"LoRA targets {targets!r} are not a regular expression: {error}") from error
+        matched_paths(targets, (), LazyModelError, "targets")
 
 
 def add_lora(model: Any, rank: int, targets: str | None) -> None:

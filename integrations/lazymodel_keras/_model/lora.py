@@ -94,7 +94,9 @@ def _merge(layer: Any) -> None:
         kernel = weight.value
         # Without a distribution KerasHub's own `enable_lora` leaves pairs on the first device.
         shardings = lora_shardings(kernel.sharding, kernel.shape, a.shape[-1])
-        pair = (_beside(kernel, each.value, place) for each, place in zip((a, b), shardings, strict=True))
+        there = kernel.sharding.device_set
+        pairs = zip((a.value, b.value), shardings, strict=True)
+        pair = (each if each.sharding.device_set == there else jax.device_put(each, place) for each, place in pairs)
         add = jax.jit(_added, donate_argnums=0, out_shardings=kernel.sharding)
         replace(weight, add(kernel, *pair, np.float32(layer.lora_alpha / layer.lora_rank)))
     else:
@@ -102,11 +104,6 @@ def _merge(layer: Any) -> None:
             array = np.asarray(value).astype(variable.value.dtype)
             replace(variable, jax.device_put(array, variable.value.sharding))
     _upstream.drop_lora(layer)
-
-
-def _beside(kernel: jax.Array, array: jax.Array, sharding: Any) -> jax.Array:
-    """The array on the devices of the kernel."""
-    return array if array.sharding.device_set == kernel.sharding.device_set else jax.device_put(array, sharding)
 
 
 def _added(kernel: jax.Array, a: jax.Array, b: jax.Array, scale: jax.Array) -> jax.Array:

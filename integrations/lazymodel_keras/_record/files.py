@@ -35,7 +35,7 @@ import h5py
 import keras
 import numpy as np
 
-from lazymodel import CheckpointError, LazyTensor, open_checkpoint
+from lazymodel import Checkpoint, CheckpointError, LazyTensor, open_checkpoint
 from lazymodel._quantized.config import ADVICE, find_config
 from lazymodel._quantized.families import require_known
 from lazymodel._quantized.scaled import CODES, Float4Tensor, scaled_pairs
@@ -322,11 +322,16 @@ def open_decoded(path: str | RemotePath) -> DecodedCheckpoint | None:
     if found is None or (config.get("model_type"), found.method) in _BY_CONVERTER:
         return None
     require_known(found)
-    checkpoint = open_located(where.parent)
-    if str(where) not in checkpoint.files:
-        checkpoint = open_located(where)
+    checkpoint = whole(path)
     assert isinstance(checkpoint, DecodedCheckpoint)  # otherwise opening it would have raised
     return checkpoint
+
+
+def whole(path: str | RemotePath) -> Checkpoint:
+    """The checkpoint in the folder of a file; that of the file if it does not belong to it."""
+    where = Path(path) if isinstance(path, str) else path
+    checkpoint = open_located(where.parent)
+    return checkpoint if str(where) in content_files(checkpoint) else open_located(where)
 
 
 def checkpoint_files(path: str) -> list[str]:
@@ -462,14 +467,11 @@ def _by_shard(folder: Location, opened: Iterable[Location]) -> dict[Location, li
 # Weight files ---------------------------------------------------------------------------------------------------------
 
 
-class LazySafeOpen:
+class LazySafeOpen(contextlib.AbstractContextManager["LazySafeOpen"]):
     """The result of `safetensors.safe_open(path, framework="np")`, with lazy tensors."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
-
-    def __enter__(self) -> LazySafeOpen:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         pass  # returned tensors keep the file open as long as they exist

@@ -17,7 +17,7 @@ import copy
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Generator, Hashable, Mapping
+from collections.abc import Generator, Hashable, Mapping
 from typing import Any, ClassVar, TypeAlias
 
 import jax
@@ -183,7 +183,8 @@ def initial_value(variable: Any, initializer: Any) -> InitialValue:
         return own
     origin = getattr(initializer, "__name__", type(initializer).__name__)
     shape, dtype = tuple(variable.shape), _upstream.own_dtype(variable)
-    if _takes_layout(variable, initializer):
+    placed = _upstream.layout(variable) is not None or keras.distribution.distribution() is not None
+    if placed and "layout" in inspect.signature(initializer).parameters:  # Keras 3.14 and newer pass it
         array = _upstream.initialized(variable, initializer)
         return GivenValue(LazyTensor(DeviceTensor(variable.path, array)), origin, computed=True)
 
@@ -240,12 +241,6 @@ def _is_plain(value: Any) -> bool:
     if type(value) in (tuple, list):
         return all(map(_is_plain, value))
     return value is None or type(value) in (bool, int, float, complex, str) or isinstance(value, np.number)
-
-
-def _takes_layout(variable: Any, initializer: Callable[..., Any]) -> bool:
-    """Returns True if Keras passes the layout of a variable to its initializer, as Keras 3.14 and newer do."""
-    placed = _upstream.layout(variable) is not None or keras.distribution.distribution() is not None
-    return placed and "layout" in inspect.signature(initializer).parameters
 
 
 @contextlib.contextmanager

@@ -30,10 +30,9 @@ from lazymodel._tensors.byte_reader import FileReader
 from lazymodel._tensors.casting import SAFE, UNSAFE, check_mode, converted, refusal
 from lazymodel._tensors.lazy import lazy
 from lazymodel._tensors.shards import MismatchedTensor, StoredTensor, misshapen, stored_tensors, unused_tensors, where
-from lazymodel.checkpoints._open import content_files, open_located
 from lazymodel.checkpoints._verify import Verify, verify_files
 from lazymodel_keras import _upstream
-from lazymodel_keras._record.files import Leftovers, RemoteFiles, checkpoint_files, open_decoded
+from lazymodel_keras._record.files import Leftovers, RemoteFiles, checkpoint_files, open_decoded, whole
 from lazymodel_keras._record.initializers import GivenValue, InitialValue, initial_value, value_on_host
 
 
@@ -216,7 +215,7 @@ class Recording:
             try:
                 self._decoded[folder] = found = open_decoded(path)
                 if self.options.adapter is not None:
-                    self._decoded[folder] = merge(found or _whole(path), self.options.adapter)
+                    self._decoded[folder] = merge(found or whole(path), self.options.adapter)
                     self.merged = True
             except CheckpointError as error:
                 self.refuse(error)  # converters probe, and catch errors
@@ -517,10 +516,3 @@ def _announce(recording: Recording, original: Any, *args: Any, **kwargs: Any) ->
     if recording.on_made is not None:
         recording.on_made()
     return original(*args, **kwargs)
-
-
-def _whole(path: str | RemotePath) -> Checkpoint:
-    """The checkpoint in the folder of a file; that of the file if it does not belong to it."""
-    where = Path(path) if isinstance(path, str) else path
-    checkpoint = open_located(where.parent)
-    return checkpoint if str(where) in content_files(checkpoint) else open_located(where)
