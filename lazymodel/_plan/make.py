@@ -13,7 +13,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -473,37 +473,37 @@ def plan(
     read = model.as_read(checkpoint or ())
     choice = resolve(read, checkpoint, initialize=initialize or "missing", strict=False, cast="unsafe")
     placement = Placement(device_shardings({**model.variables, **read.variables}))
-    (running, platform, kind, memory), use = _devices(placement), Use(model, placement.shardings, what_if)
+    devices, use = _devices(placement), Use(model, placement.shardings, what_if)
     traffic = Traffic(read, choice, placement, fleet, replicas)
-    live = running or (compile is not None and not compile.is_use)
-    steps, programs = make_steps(model, read, choice, placement, traffic, platform, compile_programs=live)
+    live = devices.live or (compile is not None and not compile.is_use)
+    steps, programs = make_steps(model, read, choice, placement, traffic, devices.platform, compile_programs=live)
     signature, resident = placement.most_loaded(use.shard_nbytes)
     timeline = tuple(make_timeline(steps, signature))
-    parts, how, compiled, too_small = _in_use(model, use, placement, compile, what_if)
-    estimated = platform if not programs and any(step.action == "initialize" for step in steps) else None
+    in_use = _in_use(model, use, placement, compile, what_if)
+    estimated = devices.platform if not programs and any(step.action == "initialize" for step in steps) else None
     notes = [*use.notes, *_notes(refused_casts(read, checkpoint, choice), estimated, imagined=traffic.imagined)]
-    hosts = _make_hosts(read, choice, placement, traffic, steps, use.offloaded, on_cpu=platform == "cpu")
-    kept, known_host, offloading = _offloaded_to(hosts, placement, use.offloaded, fleet, kind, live=running)
+    hosts = _make_hosts(read, choice, placement, traffic, steps, use.offloaded, on_cpu=devices.platform == "cpu")
+    kept, memory, offloading = _offloaded_to(hosts, placement, use.offloaded, fleet, devices.kind, live=devices.live)
     return MemoryPlan(
         name=model.name,
         rows=_rows(model, choice, use),
         device_nbytes=resident,
         peak_nbytes=max((step.peak_nbytes for step in timeline), default=0),
-        read_nbytes=_read_here(choice, hosts, live=running),
+        read_nbytes=_read_here(choice, hosts, live=devices.live),
         host_nbytes=max((resident_nbytes(read[p]) + offloaded_nbytes(read[p]) for p in choice.sources), default=0),
         num_devices=len(placement.devices),
-        device_memory=next((each for each in (limit, too_small, memory) if each is not None), None),
+        device_memory=next((each for each in (limit, in_use.limit, devices.memory) if each is not None), None),
         programs=programs,
-        parts=parts,
-        counted={part: how if part == ACTIVATIONS else use.dtypes(part) for part in parts},
+        parts=in_use.parts,
+        counted={kind: in_use.how if kind == ACTIVATIONS else use.dtypes(kind) for kind in in_use.parts},
         timeline=timeline,
         hosts=hosts,
         ways=traffic.ways(),
-        device_kind=kind,
+        device_kind=devices.kind,
         mesh=dict(placement.meshes[0].shape) if placement.meshes else {},
-        compiled=compiled,
+        compiled=in_use.compiled,
         offloaded_nbytes=kept,
-        host_memory=host_limit or known_host,
+        host_memory=host_limit or memory,
         notes=(*notes, *offloading),
     )
 
@@ -536,8 +536,14 @@ def _checked(model: ModelSpec, what_if: WhatIf | None, compile: Compile | None, 
     return what_if
 
 
-def _devices(placement: Placement) -> tuple[bool, str, str, int | None]:
-    """Returns True if they run, their platform and kind, and the bytes of memory of the smallest."""
+class _Devices(NamedTuple):
+    live: bool  # True if they run
+    platform: str
+    kind: str
+    memory: int | None  # bytes of the smallest
+
+
+def _devices(placement: Placement) -> _Devices:
     real = [device for device in placement.devices if not isinstance(device, int)]
     # Compile-only devices belong to a client that can only compile.
     live = bool(real) and len(real) == len(placement.devices) and all(map(is_live, real))
@@ -548,43 +554,46 @@ def _devices(placement: Placement) -> tuple[bool, str, str, int | None]:
         known = [device for device in real if device.process_index == jax.process_index()]
     limits = [limit for limit in map(known_memory, known) if limit is not None]
     kind = ", ".join(sorted(kind for _, kind in kinds))
-    return live, min(kinds, default=("", ""))[0], kind, min(limits, default=None)
+    return _Devices(live, min(kinds, default=("", ""))[0], kind, min(limits, default=None))
 
 
-def _in_use(
-    model: ModelSpec, use: Use, placement: Placement, compile: Compile | None, what_if: WhatIf
-) -> tuple[dict[str, int], str, CompiledMemory | None, int | None]:
-    """Bytes in use on the most loaded device, by kind, and how activations were counted, if they were.
+@dataclasses.dataclass
+class _InUse:
+    """Bytes in use on the most loaded device."""
 
-    Also the compiler's numbers, if anything was compiled, and the bytes of a device that it reports as too small.
-    """
+    parts: dict[str, int]  # by kind
+    how: str = ""  # how activations were counted, if they were
+    compiled: CompiledMemory | None = None  # the compiler's numbers, if anything was compiled
+    limit: int | None = None  # bytes of a device that is too small, as the compiler reports
+
+
+def _in_use(model: ModelSpec, use: Use, placement: Placement, compile: Compile | None, what_if: WhatIf) -> _InUse:
     most_loaded, _ = placement.most_loaded(sum(use.parts.values(), collections.Counter[str]()))
     kept = (kind for kind, amounts in use.parts.items() if kind == PARAMETERS or amounts)
-    parts, how = {kind: placement.held(use.parts[kind]).get(most_loaded, 0) for kind in kept}, ""
+    found = _InUse({kind: placement.held(use.parts[kind]).get(most_loaded, 0) for kind in kept})
     if what_if.batch is not None:
         sizes = {"batch": what_if.batch, "sequence": cast(int, what_if.sequence), "remat": what_if.remat}
         estimate = estimate_activations(model, placement.shardings, training=bool(use.trained), **cast(Any, sizes))
-        how, (parts[ACTIVATIONS], note) = "estimated", estimate
+        found.how, (found.parts[ACTIVATIONS], note) = "estimated", estimate
         use.notes.append(note)
-    compiled = limit = None
     if compile is None or not compile.is_use:
-        return parts, how, compiled, limit
+        return found
     held = use.argument_nbytes(compile.what)
     try:
-        compiled, note = _compile_use(model, use, compile)
+        found.compiled, note = _compile_use(model, use, compile)
         # A step that takes only a part of the model, or leaves some of it unused, still holds the rest.
         # CPUs use the memory of their host, so offloaded values count with it.
-        held += 0 if compiled.host_nbytes else sum(use.offloaded.values())
-        total, held = compiled.peak_nbytes, min(held, compiled.argument_nbytes)
+        held += 0 if found.compiled.host_nbytes else sum(use.offloaded.values())
+        total, held = found.compiled.peak_nbytes, min(held, found.compiled.argument_nbytes)
     except DoesNotFitError as error:
         if error.needed_nbytes is None:
             raise
-        total, limit, note = error.needed_nbytes, error.limit_nbytes, str(error)
+        total, found.limit, note = error.needed_nbytes, error.limit_nbytes, str(error)
     use.notes.append(note)
     # The compiler pads arguments and keeps results; all of that counts as activations.
-    parts[ACTIVATIONS] = max(total - held, 0)
-    parts.pop(GRADIENTS if compile.is_step or compile.what == "train" else "", None)  # among its temporaries
-    return parts, "compiled", compiled, limit
+    found.how, found.parts[ACTIVATIONS] = "compiled", max(total - held, 0)
+    found.parts.pop(GRADIENTS if compile.is_step or compile.what == "train" else "", None)  # among its temporaries
+    return found
 
 
 def _read_here(choice: LoadPlan, hosts: Sequence[HostPlan], *, live: bool) -> int:
