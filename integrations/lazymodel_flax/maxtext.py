@@ -63,12 +63,14 @@ def load_safetensors_dynamic_state(path: str, abstract_params: Any, maxtext_conf
 
     abstract = build_abstract(parameters)
     if meshes := [leaf.sharding.mesh for leaf in flat.values() if hasattr(leaf.sharding, "mesh")]:
-        abstract = abstract.shard(meshes[0], lambda variable: flat[variable.path].sharding.spec)
+        abstract = abstract.shard(meshes[0], lambda variable: flat[variable.path].sharding)
     repository = _module("globals", "maxtext.utils").HF_IDS.get(maxtext_config.model_name)
+    if not (path or repository):
+        raise LazyModelError(f"MaxText has no repository for {maxtext_config.model_name!r}: give load_parameters_path")
     with open_checkpoint(path or f"hf://{repository}") as checkpoint:
         table = weight_map(maxtext_config, checkpoint, abstract)
         mapped = map_checkpoint(checkpoint, table, abstract)
-        params = abstract.materialize(mapped, initialize="nothing", cast="unsafe")
+        params = abstract.materialize(mapped, initialize="nothing")
     return None, {"params": params.get("params", params)}
 
 
