@@ -6,9 +6,9 @@ integration decides which tensor belongs to which variable.
 
 Life of a job: its bytes are reserved from the budget, its buffers allocated, its parts filled by free threads, its
 buffers put on their devices, and the bytes released. Jobs start strictly in order, so the earliest variable can always
-finish and there is no deadlock. A job consists of regions of one variable that are filled together; of small tensors
-that are neighbours in a file, since planning for one of them takes longer than reading it; or of a shard larger than
-the budget, which is sent to its devices in chunks and joined there.
+finish and there is no deadlock. A job consists of variables that are neighbours in a file, since each job costs about
+as much time as reading a megabyte; of regions of one variable that are filled together; or of a shard larger than the
+budget, which is sent to its devices in chunks and joined there.
 
 If a device's memory is the host's (the CPU backend), the filled buffer becomes the array's own memory: nothing is
 copied, and it is never written again. Other devices get copies: a separate thread waits for transfers while the others
@@ -25,7 +25,7 @@ import math
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import jax
 import numpy as np
@@ -44,15 +44,12 @@ from lazymodel._tensors.boxes import (
     intersect,
     shift,
     slabs,
-    strided,
     unshift,
-    whole_box,
 )
 from lazymodel._tensors.buffers import (
-    ALIGNMENT,
+    ARENA,
     Arena,
     Workspace,
-    assign,
     cores,
     default_budget,
     empty_aligned,
@@ -61,21 +58,13 @@ from lazymodel._tensors.buffers import (
 )
 from lazymodel._tensors.byte_reader import ByteReader
 from lazymodel._tensors.lazy import LazyTensor, lazy
-from lazymodel._tensors.shards import Boxes, boxes_for, in_other_memory, misshapen, where
-from lazymodel._tensors.tensor_source import (
-    FileTensor,
-    Part,
-    fill,
-    fill_parts,
-    prefers_one_pass,
-    required_ranges,
-)
+from lazymodel._tensors.shards import Boxes, boxes_for, in_other_memory, layout, misshapen, where
+from lazymodel._tensors.tensor_source import Part, fill, fill_parts, prefers_one_pass, read_ranges, required_ranges
 
 CHUNK = 16 << 20  # bytes of a chunk of shards that are larger than the budget: a transfer of a few milliseconds
 WORKSPACE = 64 << 20  # limit of temporaries of a thread; more makes nothing faster
 _THREADS = 8  # more do not help: from here on memory bandwidth is the limit, not the number of requests
-SMALL_NBYTES = 64 << 10  # bytes of a small tensor; a larger one gains little from a group, and is worth several threads
-GROUP = 512 << 10  # bytes of a group: a hundred times the cost of its overhead; all of it is freed together
+JOB = 16 << 20  # bytes of several variables that are one job: reading them takes some ten times its overhead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,16 +150,21 @@ class _Plan:
     item: StreamItem
     tensor: LazyTensor  # in the variable's dtype
     boxes: Boxes
-    # Of a tensor that can be in a group: bytes of its contiguous range of a file (0 if it is read in another way: a
-    # part of a tensor, a compressed or joined one, an array in memory), of all its boxes, each aligned, and of
-    # temporaries for converting it.
-    small: tuple[int, int, int] | None
     shards: dict[BoxKey, list[jax.Array]] = dataclasses.field(default_factory=dict[BoxKey, list[jax.Array]])
     array: jax.Array | None = None
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of a buffer for all its boxes."""
+        return self.boxes.layout(self.item.dtype.itemsize).nbytes
+
+    @property
     def complete(self) -> bool:
         return self.array is not None or len(self.shards) == len(self.boxes.devices)
+
+    def fits(self, other: Self) -> bool:
+        """Returns True if it can be in one job with another plan."""
+        return self.item.turn == other.item.turn and self.boxes.on_host == other.boxes.on_host
 
     def places(self, key: BoxKey) -> list[SingleDeviceSharding]:
         """The shardings of the shards of a region."""
@@ -209,44 +203,46 @@ def _plan(item: StreamItem) -> _Plan:
             "enable 64-bit types (jax_enable_x64) or cast"
         )
     boxes = boxes_for(item.sharding, tuple(item.shape))
-    tensor = tensor.astype(item.dtype)
-    return _Plan(item, tensor, boxes, _small(tensor, boxes))
+    return _Plan(item, tensor.astype(item.dtype), boxes)
 
 
-def _small(tensor: LazyTensor, boxes: Boxes) -> tuple[int, int, int] | None:
-    """The numbers of `_Plan.small`; None unless the tensor is small, and all of it is needed here."""
-    stored = tensor.size * tensor.itemsize_stored
-    if not boxes.whole or not stored or max(stored, tensor.nbytes) > SMALL_NBYTES:
-        return None
-    placed = sum(_padded(elements * tensor.itemsize) for elements in boxes.sizes)
-    # Input and output of a conversion, and a mask or the like.
-    widest = max([tensor.itemsize_stored, *(step.dtype.itemsize for step in tensor.steps)])
-    spent = 3 * tensor.size * widest if tensor.steps else 0
-    geometry = tensor.geometry()
-    # If it repeats elements (stride 0), its range may contain other data between its elements.
-    repeats = any(n > 1 and not stride for n, stride in zip(geometry.shape, geometry.strides, strict=True))
-    if type(tensor.source) is FileTensor and not repeats and geometry.span(tensor.itemsize_stored) == stored:
-        return stored, placed, spent
-    return 0, placed, spent + tensor.nbytes + tensor.source.min_scratch_nbytes
+class _About:
+    """A `with` block in which every error is about one variable."""
+
+    __slots__ = ("_plan",)
+
+    def __init__(self, plan: _Plan) -> None:
+        self._plan = plan
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, Exception):
+            raise _Failed(self._plan) from error
 
 
-def _padded(nbytes: int) -> int:
-    return nbytes + -nbytes % ALIGNMENT
+class _Failed(Exception):
+    """An error, its cause, that is about a plan."""
+
+    def __init__(self, plan: _Plan) -> None:
+        self.plan = plan
 
 
 @dataclasses.dataclass(eq=False)
 class _Job:
     """What is filled together, with one reservation."""
 
-    plans: Sequence[_Plan]  # one, or those of a group
+    plans: Sequence[_Plan]
     nbytes: int  # its reservation
-    boxes: Sequence[BoxKey] = ()  # regions of the only plan
+    keys: Sequence[BoxKey] | None = None  # regions of the only plan; None for all of every plan
     serial: bool = False  # True if its parts must not run at the same time, to save memory
     chunk_nbytes: int = 0  # bytes of the chunks in which it is sent to its devices; 0 if it is sent whole
-    group: bool = False
-    current: int = 0  # number of the plan that an error is about
-    outs: list[np.ndarray] = dataclasses.field(default_factory=list[np.ndarray])
-    parts: list[Part] = dataclasses.field(default_factory=list[Part])
+    buffer: np.ndarray | None = None  # the memory of `outs`, to be reused, unless it is the arrays' own
+    used: int = 0  # bytes of the buffer
+    outs: list[list[np.ndarray]] = dataclasses.field(default_factory=list[list[np.ndarray]])  # of each plan
+    # Parts, each with its plan; those of one list are read with one call if possible.
+    parts: list[list[tuple[_Plan, Part]]] = dataclasses.field(default_factory=list[list[tuple[_Plan, Part]]])
     unfinished: int = 0
     # The results of the buffers, possibly not ready yet: the plans' arrays, or shards of a plan.
     arrays: list[jax.Array] = dataclasses.field(default_factory=list[jax.Array])
@@ -254,88 +250,13 @@ class _Job:
 
     @property
     def on_host(self) -> bool:
-        """Returns True if all buffers become the arrays' own memory."""
-        return all(plan.boxes.on_host for plan in self.plans)
+        """Returns True if its buffers become the arrays' own memory."""
+        return self.plans[0].boxes.on_host
 
-
-def _groups(plans: Sequence[_Plan], limit: int) -> Iterator[_Job | _Plan]:
-    """Groups of small tensors that need at most `limit` bytes to fill, and the other plans, in order."""
-    limit = min(limit, GROUP)
-    group: list[_Plan] = []
-    nbytes = most = 0  # bytes of the group, and of its temporaries
-    for plan in plans:
-        stored, placed, spent = plan.small or (limit, limit, limit)
-        alone = stored + placed + spent > limit
-        together = not alone and not (group and plan.item.turn != group[0].item.turn)
-        if group and not (together and nbytes + stored + placed + max(most, spent) <= limit):
-            yield _Job(group, nbytes + most, group=True)
-            group, nbytes, most = [], 0, 0
-        if alone:
-            yield plan
-        else:
-            group.append(plan)
-            nbytes, most = nbytes + stored + placed, max(most, spent)
-    if group:
-        yield _Job(group, nbytes + most, group=True)
-
-
-def _fill_group(job: _Job, buffer: np.ndarray, workspace: Workspace) -> None:
-    """Reads small tensors and makes their arrays, all of which use the buffer. If it fails, `current` is the number of
-    the plan that the error is about.
-    """
-    small = [plan.small or (0, 0, 0) for plan in job.plans]
-    raw = np.empty(sum(stored for stored, *_ in small), np.uint8)
-    runs: list[tuple[ByteReader, int, int]] = []  # with first and last byte; adjacent ranges are one
-    for plan, (stored, *_) in zip(job.plans, small, strict=True):
-        if stored:
-            reader, start = cast(FileTensor, plan.tensor.source).reader, plan.tensor.offset
-            stop = start + stored
-            if runs and (runs[-1][0], runs[-1][2]) == (reader, start):
-                start = runs.pop()[1]
-            runs.append((reader, start, stop))
-    try:
-        done = 0
-        for reader, start, stop in runs:
-            reader.read_into(start, raw[done : done + stop - start])
-            done += stop - start
-        for reader in dict.fromkeys(reader for reader, _, _ in runs):
-            reader.check_unchanged()
-    except CheckpointError:
-        # Raise the error of the first tensor that cannot be read, if it still cannot be.
-        for number, plan in enumerate(job.plans):
-            job.current = number
-            plan.tensor.read()
-        job.current = 0
-        raise
-    arrays: list[jax.Array] = []
-    read = placed = 0
-    for number, (plan, (stored, *_)) in enumerate(zip(job.plans, small, strict=True)):
-        job.current, tensor, boxes = number, plan.tensor, plan.boxes
-        if stored and not tensor.steps:
-            values = _stored_values(tensor, raw, read)
-        else:
-            values = np.empty(tensor.shape, tensor.dtype)
-            if stored:
-                assign(values, _stored_values(tensor, raw, read), tensor.steps)
-            else:
-                fill(tensor, [whole_box(tensor.shape)], [values], workspace)
-        read += stored
-        shards: list[np.ndarray] = []
-        for box in boxes.boxes:
-            shard = np.ndarray(box_shape(box), tensor.dtype, cast(Any, buffer), placed)
-            shard[...] = values[(*box, ...)]
-            shards.append(shard)
-            placed += _padded(shard.nbytes)
-        arrays.append(boxes.array(shards, tensor.dtype))
-        tensor.source.release()
-    job.arrays = arrays
-
-
-def _stored_values(tensor: LazyTensor, raw: np.ndarray, position: int) -> np.ndarray:
-    """A tensor's elements as stored; `raw` contains its range of the file at a position."""
-    geometry = tensor.geometry()
-    start = position + tensor.source.offset + geometry.start - tensor.offset
-    return strided(raw, dataclasses.replace(geometry, start=start), tensor.source.dtype)
+    @property
+    def outs_nbytes(self) -> int:
+        """Bytes of its buffers."""
+        return sum(out.nbytes for outs in self.outs for out in outs)
 
 
 class _Stream:
@@ -354,9 +275,9 @@ class _Stream:
         self._workspaces = workspaces
         self._under_way: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()  # oldest first
         self._starting = threading.Lock()  # held while waiting for free budget: jobs start in order
-        self._arena = Arena()  # used while `_starting` is held
+        self._arena = Arena()  # used while `_starting` is held; arrays of one load have the same lifetime
         self._job: _Job | None = None
-        self._jobs = self._make_jobs()
+        self._jobs = iter([*self._make_jobs()])
         self._report = threading.Lock()
         # The lock is entered directly: a Ctrl-C within `Condition.__enter__`, which is Python code, would leave it
         # locked.
@@ -413,21 +334,39 @@ class _Stream:
 
     def _make_jobs(self) -> Iterator[_Job]:
         """Divides plans into jobs; each reserves what it needs, and at most the budget."""
-        for found in _groups(self._plans, self._budget // 4):
-            yield from [found] if isinstance(found, _Job) else self._jobs_of(found)
+        together: list[_Plan] = []
+        nbytes, limit = 0, min(self._budget // 4, JOB)
+
+        def job() -> _Job:
+            # Buffers that are to be reused are of one size.
+            return _Job(together, nbytes if together[0].boxes.on_host or len(together) == 1 else limit)
+
+        for plan in self._plans:
+            alone = plan.nbytes > limit or plan.scratch_nbytes(self._workspaces[0].limit) > 0
+            if together and (alone or nbytes + plan.nbytes > limit or not plan.fits(together[0])):
+                yield job()
+                together, nbytes = [], 0
+            if alone:
+                yield from self._jobs_of(plan)
+            else:
+                together.append(plan)
+                nbytes += plan.nbytes
+        if together:
+            yield job()
 
     def _jobs_of(self, plan: _Plan) -> Iterator[_Job]:
         """The jobs of a single plan."""
         itemsize = plan.item.dtype.itemsize
-        sizes = {key: size * itemsize for key, size in zip(plan.boxes.devices, plan.boxes.sizes, strict=True)}
         # What a thread needs beyond its workspace is reserved once, so one thread fills all parts of the job.
         unit = plan.scratch_nbytes(self._workspaces[0].limit)
-        total, serial = sum(sizes.values()) + unit, unit > 0
-        if plan.boxes.on_host:
-            # The arrays' own memory: if it exceeds the budget, it only prevents reading ahead.
-            yield _Job([plan], min(total, self._budget), list(sizes), serial)
-            return
+        total, serial = plan.nbytes + unit, unit > 0
         together = total <= self._budget // 4 or prefers_one_pass(plan.tensor, plan.boxes.boxes)
+        if plan.boxes.on_host or (together and total <= self._budget):
+            # The arrays' own memory: if it exceeds the budget, it only prevents reading ahead.
+            yield _Job([plan], min(total, self._budget), None, serial)
+            return
+        boxes = zip(plan.boxes.devices, plan.boxes.boxes, strict=True)
+        sizes = {key: layout([box], itemsize).nbytes for key, box in boxes}
         for keys in [list(sizes)] if together else [[key] for key in sizes]:
             nbytes = sum(sizes[key] for key in keys) + unit
             if nbytes <= self._budget:
@@ -442,10 +381,10 @@ class _Stream:
     def _work(self, workspace: Workspace) -> None:
         with jax.enable_x64(self._x64):
             while (task := self._next()) is not None:
-                job, part = task
+                job, parts = task
                 try:
-                    complete = self._run(job, part, workspace)
-                    del task, part  # they hold its buffers, which may be released once transfers have started
+                    complete = self._run(job, parts, workspace)
+                    del task, parts  # they hold its buffers, which may be released once transfers have started
                     if complete:
                         self._deliver(job)
                 except BaseException as error:  # any end of this thread: the others and the caller wait for it
@@ -453,8 +392,8 @@ class _Stream:
                     return
                 del job  # keep no buffer alive while waiting
 
-    def _next(self) -> tuple[_Job, Part] | None:
-        """The next part to fill, of the current job or a new one; None if nothing is left or the stream stops."""
+    def _next(self) -> tuple[_Job, list[tuple[_Plan, Part]]] | None:
+        """The next parts to fill, of the current job or a new one; None if nothing is left or the stream stops."""
         with self._starting:
             while True:
                 if self._stopped:
@@ -492,51 +431,67 @@ class _Stream:
             return True
 
     def _start(self, job: _Job) -> None:
-        plan = job.plans[0]
-        if job.group:
-            placed = sum(plan.small[1] for plan in job.plans if plan.small)
-            buffers = self._buffers([(placed,)], np.dtype(np.uint8), job.on_host)
-            nbytes = sum(sum(plan.boxes.sizes) * plan.item.dtype.itemsize for plan in job.plans)
-            # The buffer is owned by the arrays in the end.
-            job.parts = [Part(nbytes, lambda workspace: _fill_group(job, buffers.pop(), workspace))]
-        elif job.chunk_nbytes:
-            job.parts = _chunk_parts(job)
+        parts = list[tuple[_Plan, Part]]()
+        for plan in job.plans:
+            with _About(plan):
+                if job.chunk_nbytes:
+                    found = _chunk_parts(job)
+                else:
+                    boxes = plan.boxes.boxes if job.keys is None else [box_of(key) for key in job.keys]
+                    job.outs.append(self._buffers(job, plan, boxes))
+                    found = fill_parts(plan.tensor, boxes, job.outs[-1])
+                parts += [(plan, part) for part in found]
+        if job.serial or not parts:  # a tensor without elements has no parts, but is delivered as well
+            job.parts = [parts]
         else:
-            boxes = [box_of(key) for key in job.boxes]
-            job.outs = self._buffers([box_shape(box) for box in boxes], plan.item.dtype, job.on_host)
-            job.parts = fill_parts(plan.tensor, boxes, job.outs)
-        # A tensor without elements has no parts, but is delivered as well.
-        if job.serial or not job.parts:
-            parts = job.parts
-
-            def run(workspace: Workspace) -> None:
-                for part in parts:
-                    if self._stopped:
-                        return
-                    part.run(workspace)
-
-            job.parts = [Part(sum(part.nbytes for part in parts), run)]
+            for plan, part in parts:
+                if job.parts and part.follows(job.parts[-1][-1][1]):
+                    job.parts[-1].append((plan, part))
+                else:
+                    job.parts.append([(plan, part)])
         job.unfinished = len(job.parts)
 
-    def _buffers(self, shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any], on_host: bool) -> list[np.ndarray]:
-        if on_host:
-            return self._arena.several(shapes, dtype)  # arrays of one load have the same lifetime
-        return [self._buffer(shape, dtype) for shape in shapes]
+    def _buffers(self, job: _Job, plan: _Plan, boxes: Sequence[Box]) -> list[np.ndarray]:
+        """Arrays for boxes of a plan. They are parts of one buffer, which takes a tenth of the time, if they are small
+        or if the buffer will be reused; the buffer of small ones is freed when the last of them dies.
+        """
+        dtype = plan.item.dtype
+        places, nbytes = plan.boxes.layout(dtype.itemsize) if job.keys is None else layout(boxes, dtype.itemsize)
+        if job.on_host and nbytes >= ARENA // 4:
+            return [
+                self._arena.empty(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape) for shape, _ in places
+            ]
+        if job.on_host:
+            buffer = self._arena.empty(nbytes)
+        else:
+            if job.buffer is None:
+                job.buffer = self._buffer(job.nbytes if len(job.plans) > 1 else nbytes)
+            buffer = job.buffer[job.used : job.used + nbytes]
+            job.used += nbytes
+        return [np.ndarray(shape, dtype, cast(Any, buffer), start) for shape, start in places]
 
-    def _buffer(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-        nbytes = math.prod(shape) * dtype.itemsize
+    def _buffer(self, nbytes: int) -> np.ndarray:
         with self._lock:
             for index, spare in enumerate(self._spare):
                 if spare.nbytes == nbytes:
-                    return self._spare.pop(index).view(dtype).reshape(shape)
-        return empty_aligned(shape, dtype)
+                    return self._spare.pop(index)
+        return empty_aligned((nbytes,), np.dtype(np.uint8))
 
-    def _run(self, job: _Job, part: Part, workspace: Workspace) -> bool:
-        """Fills a part of a job; returns True if it was the last one."""
-        part.run(workspace)
+    def _run(self, job: _Job, parts: Sequence[tuple[_Plan, Part]], workspace: Workspace) -> bool:
+        """Fills parts of a job; returns True if they were the last ones."""
+        done = False
+        if len(parts) > 1 and not job.serial:
+            # If that fails, the error of the first part that cannot be read alone is raised, if there is one.
+            with contextlib.suppress(Exception):
+                done = read_ranges([part.reads for _, part in parts if part.reads is not None], workspace)
+        for plan, part in () if done else parts:
+            if self._stopped:
+                break
+            with _About(plan):
+                part.run(workspace)
         if self._on_bytes is not None and not self._stopped:
             with self._report:
-                self._on_bytes(part.nbytes)
+                self._on_bytes(sum(part.nbytes for _, part in parts))
         if self._hold is not None:
             self._hold(lambda: self._stopped)
         with self._lock:
@@ -544,16 +499,10 @@ class _Stream:
             return not job.unfinished
 
     def _deliver(self, job: _Job) -> None:
-        """Delivers filled buffers; shards that came in chunks and the arrays of groups exist already."""
-        plan = job.plans[0]
-        if job.on_host:
-            if not job.group:
-                job.arrays = [plan.boxes.array(job.outs, plan.item.dtype)]
-            self._finish(job)
-            return
-        if job.outs:
+        """Delivers filled buffers; shards that came in chunks exist already."""
+        if not job.on_host and job.outs:
             # Half of the budget stays available for reading, so that devices and files are busy at the same time.
-            nbytes, most = sum(out.nbytes for out in job.outs), self._budget // 2
+            nbytes, most = job.outs_nbytes, self._budget // 2
             with self._lock:
                 self._changed.wait_for(
                     lambda: self._stopped or not self._on_its_way or self._on_its_way + nbytes <= most
@@ -561,9 +510,17 @@ class _Stream:
                 self._on_its_way += nbytes
             if self._stopped:
                 return
-            pairs = zip(job.boxes, job.outs, strict=True)
-            job.shards = {key: [jax.device_put(out, place) for place in plan.places(key)] for key, out in pairs}
-        self._under_way.put(job)
+        for plan, outs in zip(job.plans, job.outs, strict=False):
+            with _About(plan):
+                if job.keys is None:
+                    job.arrays.append(plan.boxes.array(outs, plan.item.dtype))
+                else:
+                    pairs = zip(job.keys, outs, strict=True)
+                    job.shards = {key: [jax.device_put(out, place) for place in plan.places(key)] for key, out in pairs}
+        if job.on_host:
+            self._finish(job)
+        else:
+            self._under_way.put(job)
 
     def _wait(self) -> None:
         """Waits for transfers, in the order in which they were started."""
@@ -576,30 +533,31 @@ class _Stream:
 
     def _finish(self, job: _Job) -> None:
         """Waits until the results of a job's buffers are ready, and releases its bytes."""
-        plan = job.plans[0]
         if not job.on_host:  # on the host the buffers are the arrays, and the call would take time
-            jax.block_until_ready((job.arrays, list(job.shards.values())))
+            for plan, results in zip(job.plans, job.arrays or [job.shards], strict=True):
+                with _About(plan):
+                    jax.block_until_ready(results)
         with self._lock:
             self._in_flight -= job.nbytes
-            for each, array in zip(job.plans, job.arrays, strict=False):
-                each.array = array
+            for plan, array in zip(job.plans, job.arrays, strict=False):
+                plan.array = array
                 if job.on_host:
-                    self._held[each] = each.small[1] if job.group and each.small else job.nbytes
-                    self._in_flight += self._held[each]
-            if job.shards:
-                plan.shards.update(job.shards)
-                self._on_its_way -= sum(out.nbytes for out in job.outs)
-                if not plan.boxes.keeps:
-                    self._spare += [out.reshape(-1).view(np.uint8) for out in job.outs]
-            job.outs, job.arrays, job.shards = [], [], {}
-            if not job.group and plan.complete:
-                plan.tensor.source.release()
+                    self._held[plan] = plan.nbytes if len(job.plans) > 1 else job.nbytes
+                    self._in_flight += self._held[plan]
+            job.plans[0].shards.update(job.shards)
+            self._on_its_way -= 0 if job.on_host else job.outs_nbytes
+            if job.buffer is not None and not job.plans[0].boxes.keeps:
+                self._spare.append(job.buffer)
+            job.buffer, job.outs, job.arrays, job.shards = None, [], [], {}
+            for plan in job.plans:
+                if plan.complete:
+                    plan.tensor.source.release()
             self._changed.notify_all()
 
     def _fail(self, job: _Job, error: BaseException) -> None:
-        plan = job.plans[job.current]
-        wrapped = CheckpointError(f"{plan.item.path!r} from {where(plan.tensor)}: {error or type(error).__name__}")
-        wrapped.__cause__ = error
+        plan, cause = (error.plan, error.__cause__) if isinstance(error, _Failed) else (job.plans[0], error)
+        wrapped = CheckpointError(f"{plan.item.path!r} from {where(plan.tensor)}: {cause or type(cause).__name__}")
+        wrapped.__cause__ = cause
         with self._lock:
             self._error = self._error or wrapped
             self._stopped = True
@@ -613,7 +571,7 @@ def _chunk_parts(job: _Job) -> list[Part]:
     shards of the job.
     """
     tensor, dtype = job.plans[0].tensor, job.plans[0].tensor.dtype
-    places = {key: job.plans[0].places(key) for key in job.boxes}
+    places = {key: job.plans[0].places(key) for key in job.keys or ()}
     boxes = {key: box_of(key) for key in places}
     region = bounding(list(boxes.values()))
     order = tensor.box(region).file_order()

@@ -422,7 +422,8 @@ def named_devices(eqns: Iterable[Any]) -> frozenset[tuple[Any, ...]]:
     """The devices, in order, that a computation names itself: in `shard_map`, or in shardings of compiled functions."""
     params = [value for eqn in each_equation(eqns) for value in eqn.params.values()]
     each = [item for value in params for item in (cast(Any, value) if isinstance(value, tuple) else (value,))]
-    named = [item.mesh if isinstance(item, jax.sharding.NamedSharding) else item for item in each]
+    held = [item for item in each if isinstance(item, (jax.sharding.Mesh, jax.sharding.NamedSharding))]
+    named = [item if isinstance(item, jax.sharding.Mesh) else item.mesh for item in held]
     meshes = [mesh for mesh in named if isinstance(mesh, jax.sharding.Mesh) and not mesh.empty]
     return frozenset(tuple(cast(Any, mesh.devices).flat) for mesh in meshes)
 

@@ -39,8 +39,11 @@ class Geometry:
         return Geometry(self.start + start * self.strides[axis], shape, self.strides)
 
     def box(self, box: Box) -> Geometry:
-        start = self.start + sum(part.start * stride for part, stride in zip(box, self.strides, strict=True))
-        return Geometry(start, box_shape(box), self.strides)
+        return Geometry(self.start_of(box), box_shape(box), self.strides)
+
+    def start_of(self, box: Box) -> int:
+        """The byte of a box's first element."""
+        return self.start + sum([part.start * stride for part, stride in zip(box, self.strides, strict=True)])
 
     @property
     def first(self) -> int:
@@ -75,6 +78,18 @@ class Geometry:
         return Geometry(
             self.first, tuple(self.shape[axis] for axis in axes), tuple(abs(self.strides[axis]) for axis in axes)
         )
+
+
+@functools.lru_cache(maxsize=4096)  # a model has few different shapes of shards
+def is_run(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    """Returns True if elements with these strides are, in C order, one contiguous run."""
+    run = itemsize
+    for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if extent != 1:
+            if stride != run:
+                return False
+            run *= extent
+    return True
 
 
 def ranges_of(geometry: Geometry, itemsize: int, gap: int) -> np.ndarray:

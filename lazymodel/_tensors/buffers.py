@@ -17,7 +17,7 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -96,11 +96,10 @@ class Arena:
         self._map: mmap.mmap | None = None
         self._used = self._end = 0
 
-    def empty(self, shape: tuple[int, ...], dtype: DType) -> np.ndarray:
-        """Returns an uninitialized C-contiguous array whose first byte is 64-byte aligned."""
-        nbytes = math.prod(shape) * dtype.itemsize
+    def empty(self, nbytes: int) -> np.ndarray:
+        """Returns so many uninitialized bytes; the first is 64-byte aligned."""
         if nbytes >= ARENA // 4 or not nbytes:
-            return empty_aligned(shape, dtype)
+            return empty_aligned((nbytes,), np.dtype(np.uint8))
         if self._map is None or self._used + nbytes > self._end:
             self._map, self._used = _anonymous(ARENA)
             self._end = self._used + ARENA
@@ -109,22 +108,7 @@ class Arena:
         # An array of its own, which every view of it keeps alive: when it dies, nothing uses the memory.
         buffer = np.frombuffer(memoryview(self._map)[start : start + nbytes], np.uint8)
         weakref.finalize(buffer, _give_back, self._map, start, start + nbytes).atexit = False
-        return buffer.view(dtype).reshape(shape)
-
-    def several(self, shapes: Sequence[tuple[int, ...]], dtype: DType) -> list[np.ndarray]:
-        """As `empty`, for the shards of one array. Small shards are parts of one buffer, which takes a tenth of the
-        time; the buffer is freed when the last of them dies.
-        """
-        sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
-        ends = list(itertools.accumulate(nbytes + -nbytes % ALIGNMENT for nbytes in sizes))
-        if not ends or ends[-1] >= ARENA // 4:
-            return [self.empty(shape, dtype) for shape in shapes]
-        buffer = self.empty((ends[-1],), np.dtype(np.uint8))
-        starts = [0, *ends]
-        return [
-            buffer[start : start + nbytes].view(dtype).reshape(shape)
-            for start, nbytes, shape in zip(starts, sizes, shapes, strict=False)
-        ]
+        return buffer
 
 
 def _give_back(memory: mmap.mmap, start: int, stop: int) -> None:

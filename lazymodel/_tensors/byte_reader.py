@@ -367,8 +367,9 @@ class FileReader(ByteReader):
         fd, total, first, done = self.descriptor(), int(ends[-1]), 0, 0
         while done < total:
             position = self.base + offset + done
-            batch = min(int(np.searchsorted(ends, done + READ, side="right")) - first, VECTOR)
-            count = _READ_VECTOR(fd, runs[first:].ctypes.data, max(batch, 1), position)
+            whole = not done and total <= READ  # NumPy's search lets other threads run Python
+            batch = len(runs) if whole else int(np.searchsorted(ends, done + READ, side="right")) - first
+            count = _READ_VECTOR(fd, runs[first:].ctypes.data, max(min(batch, VECTOR), 1), position)
             if count < 0:
                 if (code := ctypes.get_errno()) == errno.EINTR:
                     continue
@@ -378,10 +379,10 @@ class FileReader(ByteReader):
                     f"{self.path} is truncated: expected {total} bytes from byte {self.base + offset}, found {done}. "
                     "Download or copy it again."
                 )
-            done += count
-            first = int(np.searchsorted(ends, done, side="right"))
-            if done < total and (filled := int(runs[first, 1]) - (int(ends[first]) - done)):
-                runs[first] += (filled, -filled)
+            if (done := done + count) < total:
+                first = int(np.searchsorted(ends, done, side="right"))
+                if filled := int(runs[first, 1]) - (int(ends[first]) - done):
+                    runs[first] += (filled, -filled)
         self.count(total)
 
     @contextlib.contextmanager

@@ -13,15 +13,15 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from lazymodel._errors import CheckpointError, LazyModelError
-from lazymodel._tensors.boxes import Box, BoxKey, bounding, box_key, box_of, box_shape, intersect, shift, slabs
-from lazymodel._tensors.buffers import Steps, Workspace, assign
+from lazymodel._tensors.boxes import Box, BoxKey, box_key, box_of, box_shape, intersect, shift, slabs
+from lazymodel._tensors.buffers import ALIGNMENT, Steps, Workspace, assign
 from lazymodel._tensors.byte_reader import ByteReader
 from lazymodel._tensors.decoded import ComputedTensor
 from lazymodel._tensors.lazy import LazyTensor
@@ -107,13 +107,30 @@ def in_other_memory(device: Any, memory_kind: str | None) -> bool:
     return memory_kind is not None and memory_kind != device.default_memory().kind
 
 
+class Layout(NamedTuple):
+    """Where arrays for some boxes are in a buffer for all of them."""
+
+    places: list[tuple[tuple[int, ...], int]]  # shape and first byte, which is aligned
+    nbytes: int
+
+
+def layout(boxes: Iterable[Box], itemsize: int) -> Layout:
+    """The layout of a buffer for boxes."""
+    places: list[tuple[tuple[int, ...], int]] = []
+    end = 0
+    for shape in map(box_shape, boxes):
+        places.append((shape, end))
+        nbytes = math.prod(shape) * itemsize
+        end += nbytes + -nbytes % ALIGNMENT
+    return Layout(places, end)
+
+
 class Boxes:
     """Parts of an array that this process's devices hold. Made once for many variables; see `boxes_for`.
 
     Attributes:
         devices: For each distinct box, the devices that hold it.
         sizes: Elements of each of the `boxes`.
-        whole: True if together they are the whole array.
         on_host: True if all devices use the host's memory.
         keeps: True if an array may use the buffers from which it was made even after it is ready.
     """
@@ -124,13 +141,18 @@ class Boxes:
             self.devices.setdefault(box_key(index, shape), []).append(device)
         self.boxes: list[Box] = [box_of(key) for key in self.devices]
         self.sizes = [math.prod(box_shape(box)) for box in self.boxes]
-        covers = bool(self.boxes) and box_shape(bounding(self.boxes)) == shape
-        self.whole = covers and sum(self.sizes) == math.prod(shape)
         everywhere = [device for devices in self.devices.values() for device in devices]
         self.on_host = all(map(on_host, everywhere))
         self.keeps = any(keeps(device, cast(Any, sharding).memory_kind) for device in everywhere)
         self._sharding, self._shape = sharding, shape
         self._numbers: dict[Any, int] = {}
+        self._layouts: dict[int, Layout] = {}
+
+    def layout(self, itemsize: int) -> Layout:
+        """As the function `layout`, for all boxes."""
+        if itemsize not in self._layouts:
+            self._layouts[itemsize] = layout(self.boxes, itemsize)
+        return self._layouts[itemsize]
 
     def array(self, shards: Sequence[np.ndarray], dtype: np.dtype[Any]) -> jax.Array:
         """The array with these values in its boxes. Devices that use the host's memory keep the buffers."""

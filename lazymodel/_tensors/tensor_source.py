@@ -28,6 +28,7 @@ from lazymodel._tensors.boxes import (
     cover,
     fresh_view,
     geometry_of,
+    is_run,
     normalize,
     ranges_of,
     repeat,
@@ -39,7 +40,7 @@ from lazymodel._tensors.boxes import (
     unshift,
     whole_box,
 )
-from lazymodel._tensors.buffers import STAGING, Convert, DType, Scratch, Steps, Workspace, assign, parallel
+from lazymodel._tensors.buffers import ALIGNMENT, STAGING, Convert, DType, Scratch, Steps, Workspace, assign, parallel
 from lazymodel._tensors.byte_reader import ByteReader
 
 _R = TypeVar("_R")
@@ -108,11 +109,6 @@ class FileTensor(TensorSource):
         """A geometry of the tensor, as one of the file."""
         return dataclasses.replace(geometry, start=self.offset + geometry.start)
 
-    def fill_runs(self, start: int, outs: Sequence[np.ndarray]) -> None:
-        """Fills C-contiguous arrays one after the other, from the byte `start` of the tensor on; no conversion."""
-        with self.reading():
-            self.reader.read_into(self.offset + start, *outs)
-
     @contextlib.contextmanager
     def reading(self) -> Generator[None]:
         """Adds the tensor's name to errors, and raises if the file changed meanwhile."""
@@ -139,7 +135,49 @@ class Part:
     """A unit of work that fills a part of some arrays. Parts of one plan may run in any order and in any threads."""
 
     nbytes: int  # of the arrays that it writes
-    run: Callable[[Workspace], None]  # with temporaries from a workspace
+    run: Callable[[Workspace], object]  # with temporaries from a workspace
+    reads: FileRange | None = None  # what it reads, if that is one range of a file
+
+    def follows(self, other: Part) -> bool:
+        """Returns True if both can be filled with one call, in this order: its range is next to that of the other."""
+        if self.reads is None or other.reads is None or self.reads.source.reader is not other.reads.source.reader:
+            return False
+        return self.reads.start == other.reads.start + other.reads.nbytes
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FileRange:
+    """A range of a file's bytes, and where they go: into arrays one after the other, or through a function."""
+
+    source: FileTensor
+    start: int  # in the file
+    nbytes: int
+    arrays: Sequence[np.ndarray] = ()  # C-contiguous
+    scatter: Callable[[np.ndarray], None] | None = None  # called with the bytes, which it may not keep
+
+
+def read_ranges(ranges: Sequence[FileRange], workspace: Workspace) -> bool:
+    """Reads adjacent ranges of a file with one call. Returns False if that takes more memory than the workspace has."""
+    staged = sum([each.nbytes + -each.nbytes % ALIGNMENT for each in ranges if each.scatter is not None])
+    if staged > workspace.available:
+        return False
+    with workspace.array((staged,), np.dtype(np.uint8)) as memory:
+        arrays: list[np.ndarray] = []
+        pieces: list[tuple[Callable[[np.ndarray], None], np.ndarray]] = []
+        used = 0
+        for each in ranges:
+            if each.scatter is None:
+                arrays += each.arrays
+                continue
+            arrays.append(memory[used : used + each.nbytes])
+            pieces.append((each.scatter, arrays[-1]))
+            used += each.nbytes + -each.nbytes % ALIGNMENT
+        reader = ranges[0].source.reader
+        reader.read_into(ranges[0].start, *arrays)
+        reader.check_unchanged()
+        for scatter, piece in pieces:
+            scatter(piece)
+    return True
 
 
 class CompositeSource(TensorSource):
@@ -257,22 +295,27 @@ Targets: TypeAlias = "Sequence[tuple[Box, np.ndarray]]"  # boxes, each with the 
 
 def prefers_one_pass(view: View, boxes: Sequence[Box]) -> bool:
     """Returns True if boxes should be filled together, by reading the region that they tile once and scattering it. If
-    their rows in the file are short, reading each box alone would read the bytes of its neighbours too.
+    their rows in the file are short, reading each box alone would read the bytes of its neighbours too; and a small
+    tensor is read faster than its boxes are planned, unless they are filled without a copy.
     """
     if len(boxes) < 2 or not view.size:
         return False
-    shapes = [box_shape(box) for box in boxes]
-    if sum(map(math.prod, shapes)) != math.prod(box_shape(bounding(boxes))):
-        return False
+    reader = view.source.reader if isinstance(view.source, FileTensor) else None
     # Bytes from a network are fetched once, and not kept until the last of the boxes was read.
-    longest = math.inf if isinstance(view.source, FileTensor) and view.source.reader.remote else ONE_PASS_RUN
-    strides = view.geometry().strides
-    for shape in set(shapes):  # the position of a box makes no difference
+    longest = math.inf if reader is not None and reader.remote else ONE_PASS_RUN
+    shapes, strides, size = [box_shape(box) for box in boxes], view.geometry().strides, view.itemsize_stored
+
+    def has_short_rows(shape: tuple[int, ...]) -> bool:
+        if is_run(shape, strides, size):
+            return False
         geometry = Geometry(0, shape, strides).normalized()
-        run = geometry.run(view.itemsize_stored)
-        if run < longest and run < math.prod(geometry.shape) * view.itemsize_stored:
-            return True
-    return False
+        run = geometry.run(size)
+        return run < longest and run < math.prod(geometry.shape) * size
+
+    small = view.size * size <= ONE_PASS_RUN and bool(view.steps or reader is None)
+    if not small and not any(map(has_short_rows, set(shapes))):  # the position of a box makes no difference
+        return False
+    return sum(map(math.prod, shapes)) == math.prod(box_shape(bounding(boxes)))
 
 
 def required_ranges(view: View, boxes: Sequence[Box]) -> Iterator[tuple[ByteReader, np.ndarray]]:
@@ -281,17 +324,22 @@ def required_ranges(view: View, boxes: Sequence[Box]) -> Iterator[tuple[ByteRead
     have no ranges.
     """
     source = view.source
-    boxes = [box for box in boxes if math.prod(box_shape(box))]
     if isinstance(source, CompositeSource):
-        inner = [cover(view.geometry(box).normalized(), source.shape, source.dtype.itemsize).box for box in boxes]
+        places = [view.geometry(box).normalized() for box in _with_elements(boxes)]
+        inner = [cover(place, source.shape, source.dtype.itemsize).box for place in places]
         for component, own in source.reads(inner):
             yield from required_ranges(component, own)
     elif isinstance(source, FileTensor) and source.reader.remote:
+        boxes = _with_elements(boxes)
         for box in [bounding(boxes)] if prefers_one_pass(view, boxes) else boxes:
             geometry = view.geometry(box).normalized()
             yield source.reader, ranges_of(source.placed(geometry), source.dtype.itemsize, source.reader.row_gap)
     elif source.origin is not None and source.origin.remote:
         yield source.origin, np.empty((0, 2), np.int64)
+
+
+def _with_elements(boxes: Sequence[Box]) -> list[Box]:
+    return [box for box in boxes if math.prod(box_shape(box))]
 
 
 def fill_parts(view: View, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> list[Part]:
@@ -311,10 +359,12 @@ def fill_parts(view: View, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> 
         if aligned:
             parts += source.parts([box for box, _ in aligned], [out for _, out in aligned], view.steps)
         return parts
-    if prefers_one_pass(view, boxes):
-        return _scatter_parts(view, targets)
-    if isinstance(source, FileTensor) and not view.steps:
+    if isinstance(source, FileTensor) and not view.steps and _are_runs(view, targets):
         return _run_parts(view, source, targets)
+    if prefers_one_pass(view, boxes):
+        if isinstance(source, FileTensor) and (part := _small_part(view, source, targets)) is not None:
+            return [part]
+        return _scatter_parts(view, targets)
     return [part for box, out in targets for part in _box_parts(view, box, out)]
 
 
@@ -364,30 +414,42 @@ def compared(
         yield released(results)
 
 
+def _are_runs(view: View, targets: Targets) -> bool:
+    """Returns True if every box is, in the order of its array, one run of the file."""
+    strides, size = view.geometry().strides, view.itemsize
+    return all(out.flags.c_contiguous and is_run(out.shape, strides, size) for _, out in targets)
+
+
 def _run_parts(view: View, source: FileTensor, targets: Targets) -> list[Part]:
-    """Parts for boxes of a file. Boxes that are one run in it are read together if they are adjacent."""
-    parts: list[Part] = []
+    """Parts for boxes each of which is one run of a file. They are read together if they are adjacent."""
     runs: list[tuple[int, np.ndarray]] = []  # byte of the tensor, array
     whole, step = view.geometry(), max(PART // view.itemsize, 1)
     for box, out in targets:
-        geometry = whole.box(box)
-        place, ordered, repeated = normalize(geometry, out)
-        contiguous = ordered.flags.c_contiguous and out.flags.c_contiguous and not repeated
-        if not contiguous or place.run(view.itemsize) != ordered.nbytes:
-            parts += _box_parts(view, box, out)
+        start = whole.start_of(box)
+        if out.nbytes <= PART:
+            runs.append((start, out))
             continue
         flat = out.reshape(-1)
-        for first in range(0, flat.size, step):
-            runs.append((geometry.start + first * view.itemsize, flat[first : first + step]))
+        runs += [(start + n * view.itemsize, flat[n : n + step]) for n in range(0, flat.size, step)]
     runs.sort(key=lambda run: run[0])
-    while runs:
-        (start, out), *runs = runs
-        group, end = [out], start + out.nbytes
-        while runs and runs[0][0] == end and end + runs[0][1].nbytes - start <= PART:
-            group.append(runs.pop(0)[1])
-            end += group[-1].nbytes
-        parts.append(Part(end - start, lambda _, start=start, group=group: source.fill_runs(start, group)))
+    groups: list[tuple[int, list[np.ndarray]]] = []
+    end = -1
+    for start, out in runs:
+        if start == end and end + out.nbytes - groups[-1][0] <= PART:
+            groups[-1][1].append(out)
+        else:
+            groups.append((start, [out]))
+        end = start + out.nbytes
+    parts: list[Part] = []
+    for start, group in groups:
+        reads = FileRange(source, source.offset + start, sum([out.nbytes for out in group]), group)
+        parts.append(Part(reads.nbytes, functools.partial(_read_range, reads), reads))
     return parts
+
+
+def _read_range(reads: FileRange, workspace: Workspace) -> bool:
+    with reads.source.reading():
+        return read_ranges([reads], workspace)
 
 
 def _box_parts(view: View, box: Box, out: np.ndarray) -> list[Part]:
@@ -406,6 +468,34 @@ def _fill_box(view: View, box: Box, out: np.ndarray, workspace: Workspace) -> No
     geometry, ordered, repeated = normalize(view.geometry(box), out)
     view.source.fill(geometry, ordered, view.steps, workspace)
     repeat(out, repeated)
+
+
+def _small_part(view: View, source: FileTensor, targets: Targets) -> Part | None:
+    """The part that reads a region, which boxes tile, as a small range of a file; None if it is not one."""
+    region = bounding([box for box, _ in targets])
+    geometry = view.geometry(region)
+    repeats = any(n > 1 and not stride for n, stride in zip(geometry.shape, geometry.strides, strict=True))
+    nbytes = math.prod(geometry.shape) * view.itemsize_stored
+    if repeats or nbytes > ONE_PASS_RUN or geometry.span(view.itemsize_stored) != nbytes:
+        return None
+    stored = dataclasses.replace(geometry, start=geometry.start - geometry.first)
+
+    def scatter(raw: np.ndarray) -> None:
+        values = strided(raw, stored, source.dtype)
+        for box, out in targets:
+            if view.steps:
+                assign(out, values[(*shift(box, region), ...)], view.steps)
+            else:  # takes a quarter of the time
+                out[...] = values[(*shift(box, region), ...)]
+
+    reads = FileRange(source, source.offset + geometry.first, nbytes, scatter=scatter)
+
+    def run(workspace: Workspace) -> None:
+        if not _read_range(reads, workspace):
+            for part in _scatter_parts(view, targets):
+                part.run(workspace)
+
+    return Part(sum(out.nbytes for _, out in targets), run, reads)
 
 
 def _scatter_parts(view: View, targets: Targets) -> list[Part]:
