@@ -92,6 +92,12 @@ def is_run(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> b
     return True
 
 
+@functools.lru_cache(maxsize=4096)
+def is_normalized(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Returns True if a geometry of this shape and these strides is normalized."""
+    return 1 not in shape and all(n > 0 for n in strides) and list(strides) == sorted(strides, reverse=True)
+
+
 def ranges_of(geometry: Geometry, itemsize: int, gap: int) -> np.ndarray:
     """Byte ranges that a normalized geometry occupies, as `int64[n, 2]`: the first byte, and the byte after the last.
     Ranges less than `gap` bytes apart are merged.
@@ -144,6 +150,8 @@ def normalize(geometry: Geometry, out: np.ndarray) -> tuple[Geometry, np.ndarray
     Returns the normalized geometry, the view of `out` that it fills, and the axes of `out` along which all elements are
     the same (stride 0), so that the filled values have to be repeated along them.
     """
+    if is_normalized(geometry.shape, geometry.strides):
+        return geometry, out, []
     axes = geometry.file_axes()
     index: list[Any] = [0] * len(geometry.shape)
     for axis in axes:
@@ -291,7 +299,11 @@ def fine(box: Box, ratios: Sequence[int]) -> Box:
 def clip(targets: Iterable[tuple[Box, np.ndarray]], region: Box) -> list[tuple[Box, np.ndarray]]:
     """The overlaps of boxes with a region, each with its part of the box's array."""
     pairs = ((box, out, intersect(box, region)) for box, out in targets)
-    return [(common, out[(*shift(common, box), ...)]) for box, out, common in pairs if common is not None]
+    return [
+        (box, out) if common == box else (common, out[(*shift(common, box), ...)])
+        for box, out, common in pairs
+        if common is not None
+    ]
 
 
 def run_axis(region: Box, box: Box, out: np.ndarray) -> int:

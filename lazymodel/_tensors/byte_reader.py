@@ -252,8 +252,9 @@ class ByteReader:
     def copy_mapped(self, boxes: Sequence[tuple[Geometry, np.ndarray]], stored: DType, steps: Steps) -> bool:
         """Fills arrays from a map, each from a region as `read_strided` takes it. Returns False if there is no map."""
         limit = max(MAP_BLOCK // stored.itemsize, 1)
-        # The Ellipsis keeps a result without dimensions an array.
-        chunks = [(place.box(box), out[(*box, ...)]) for place, out in boxes for box in slabs(out.shape, limit)]
+        chunks = [(place, out) for place, out in boxes if out.size <= limit]
+        if len(chunks) < len(boxes):  # the Ellipsis keeps a result without dimensions an array
+            chunks = [(place.box(box), out[(*box, ...)]) for place, out in boxes for box in slabs(out.shape, limit)]
         while chunks:
             copied = 0
             with self.mapped() as memory:

@@ -107,7 +107,7 @@ class FileTensor(TensorSource):
 
     def placed(self, geometry: Geometry) -> Geometry:
         """A geometry of the tensor, as one of the file."""
-        return dataclasses.replace(geometry, start=self.offset + geometry.start)
+        return Geometry(self.offset + geometry.start, geometry.shape, geometry.strides)
 
     @contextlib.contextmanager
     def reading(self) -> Generator[None]:
@@ -359,11 +359,12 @@ def fill_parts(view: View, boxes: Sequence[Box], outs: Sequence[np.ndarray]) -> 
         if aligned:
             parts += source.parts([box for box, _ in aligned], [out for _, out in aligned], view.steps)
         return parts
-    if isinstance(source, FileTensor) and not view.steps and _are_runs(view, targets):
-        return _run_parts(view, source, targets)
-    if prefers_one_pass(view, boxes):
-        if isinstance(source, FileTensor) and (part := _small_part(view, source, targets)) is not None:
+    if isinstance(source, FileTensor):
+        if not view.steps and _are_runs(view, targets):
+            return _run_parts(view, source, targets)
+        if (part := _small_part(view, source, targets)) is not None:
             return [part]
+    if prefers_one_pass(view, boxes):
         return _scatter_parts(view, targets)
     return [part for box, out in targets for part in _box_parts(view, box, out)]
 
@@ -471,22 +472,27 @@ def _fill_box(view: View, box: Box, out: np.ndarray, workspace: Workspace) -> No
 
 
 def _small_part(view: View, source: FileTensor, targets: Targets) -> Part | None:
-    """The part that reads a region, which boxes tile, as a small range of a file; None if it is not one."""
+    """The part that reads a small region, which boxes tile, as one range of a file. None if there is no such region."""
+    nbytes = sum([out.size for _, out in targets]) * view.itemsize_stored
+    if not 0 < nbytes <= ONE_PASS_RUN:
+        return None
     region = bounding([box for box, _ in targets])
     geometry = view.geometry(region)
-    repeats = any(n > 1 and not stride for n, stride in zip(geometry.shape, geometry.strides, strict=True))
-    nbytes = math.prod(geometry.shape) * view.itemsize_stored
-    if repeats or nbytes > ONE_PASS_RUN or geometry.span(view.itemsize_stored) != nbytes:
+    if nbytes != math.prod(geometry.shape) * view.itemsize_stored or nbytes != geometry.span(view.itemsize_stored):
         return None
-    stored = dataclasses.replace(geometry, start=geometry.start - geometry.first)
+    if any(n > 1 and not stride for n, stride in zip(geometry.shape, geometry.strides, strict=True)):
+        return None  # it repeats elements, and has other ones in between
+    stored = Geometry(geometry.start - geometry.first, geometry.shape, geometry.strides)
+    moved = any(part.start for part in region)
 
     def scatter(raw: np.ndarray) -> None:
         values = strided(raw, stored, source.dtype)
         for box, out in targets:
+            part = values[(*(shift(box, region) if moved else box), ...)]
             if view.steps:
-                assign(out, values[(*shift(box, region), ...)], view.steps)
+                assign(out, part, view.steps)
             else:  # takes a quarter of the time
-                out[...] = values[(*shift(box, region), ...)]
+                out[...] = part
 
     reads = FileRange(source, source.offset + geometry.first, nbytes, scatter=scatter)
 
