@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, cast, overload
 
 from lazymodel._abstract.framework import ModelSpec
+from lazymodel._abstract.garbage import no_full_collections
 from lazymodel._abstract.variable import AbstractVariable, adapters, device_nbytes, resident_nbytes, stays_on_host
 from lazymodel._errors import LazyModelError
 from lazymodel._materialize.materialize import materialize, stream
@@ -115,6 +116,7 @@ class AbstractModel(Tabled, ModelSpec, Generic[BuiltT]):
 def build_abstract(build: _Initializes, /, *args: Any, **kwargs: Any) -> AbstractModel[Any]: ...
 @overload
 def build_abstract(build: Callable[..., T], /, *args: Any, **kwargs: Any) -> AbstractModel[T]: ...
+@no_full_collections()
 def build_abstract(build: Any, /, *args: Any, **kwargs: Any) -> AbstractModel[Any]:
     """Builds a model abstractly: shapes and dtypes, nothing allocated, within seconds for any size.
 

@@ -479,13 +479,9 @@ def gpt_oss_converter() -> Any:
 
 
 class SharedPatches:
-    """Patches that are installed while at least one thread needs them, and act in such threads only.
+    """Patches that are installed while at least one thread needs them, and act in such threads only."""
 
-    `around` is a context manager that is entered meanwhile.
-    """
-
-    def __init__(self, around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext) -> None:
-        self._around = around
+    def __init__(self) -> None:
         self._patches: list[tuple[Any, str, Any]] = []  # owner, name, replacement
         self._lock = threading.Lock()
         self._users = 0
@@ -529,7 +525,6 @@ class SharedPatches:
 
     def _install(self) -> None:
         with contextlib.ExitStack() as undo:
-            undo.enter_context(self._around())
             for owner, name, ours in self._patches:
                 found = owner() if inspect.isfunction(owner) else owner
                 for holder in found if isinstance(found, list) else [found]:

@@ -6,7 +6,6 @@ KerasHub's and Keras' own constructors, loaders and converters run unchanged; th
 from __future__ import annotations
 
 import contextlib
-import gc
 import inspect
 import os
 import re
@@ -30,6 +29,7 @@ from lazymodel import (
     open_adapter,
     open_checkpoint,
 )
+from lazymodel._abstract.garbage import no_full_collections
 from lazymodel._errors import warn
 from lazymodel._remote.path import Location, RemotePath
 from lazymodel._remote.url import is_url, shown
@@ -117,7 +117,7 @@ def from_preset(
     check_options("from_preset", of_kind(Loading, options), Loading)
     if isinstance(compile, bool):
         kwargs, compile = {**kwargs, "compile": compile}, None
-    with _collecting.needed():
+    with no_full_collections():
         abstract = abstract_from_preset(
             cls, preset, load_weights, adapter=adapter, **of_kind(Opening, options), **kwargs
         )
@@ -478,19 +478,6 @@ class _BlockRules:
         return read_rules(self._rules, variables, mesh, large)[0]
 
 
-@contextlib.contextmanager
-def _no_full_collections() -> Generator[None]:
-    # Importing Keras and KerasHub makes a full garbage collection due: a quarter of a second in which no other thread
-    # reads or compiles, as long as a model takes to load. Young objects are still collected.
-    young, middle, old = gc.get_threshold()
-    gc.set_threshold(young, middle, max(old, 1 << 20))
-    try:
-        yield
-    finally:
-        gc.set_threshold(young, middle, old)
-
-
-_collecting = _upstream.SharedPatches(_no_full_collections)
 _hooks = _upstream.SharedPatches()
 
 

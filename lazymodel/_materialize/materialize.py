@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import itertools
+import math
+import sys
 import threading
 import time
 import zlib
@@ -21,6 +24,7 @@ from jax.experimental.layout import Format
 from jax.sharding import Sharding
 
 from lazymodel._abstract.framework import ModelSpec
+from lazymodel._abstract.garbage import no_full_collections
 from lazymodel._abstract.variable import AbstractVariable, device_shardings, host_array, is_narrowed, stays_on_host
 from lazymodel._compile import Compile, Compiling, prepared
 from lazymodel._devices.collective import CollectiveScope, agreement
@@ -45,7 +49,7 @@ from lazymodel._programs.programs import run_recipes
 from lazymodel._remote.url import is_url
 from lazymodel._show.progress import Progress, ProgressTo, ReportTo, Timeline, delivery, progress_for
 from lazymodel._show.text import listed, parse_budget
-from lazymodel._tensors.buffers import default_budget, parallel
+from lazymodel._tensors.buffers import available_memory, default_budget, parallel
 from lazymodel._tensors.byte_reader import BYTES_READ, REQUESTS, ByteReader
 from lazymodel._tensors.casting import SAFE
 from lazymodel._tensors.lazy import LazyTensor, lazy
@@ -58,6 +62,7 @@ AHEAD = 128 << 20  # bytes of values that are not kept, read in a turn by a proc
 _READERS = 8  # files that are sampled at a time: the work is waiting for a disk
 
 
+@no_full_collections()
 def materialize(
     model: ModelSpec,
     checkpoint: Any = None,
@@ -221,6 +226,24 @@ class _Load:
         yield from (f"exchange {path} {exchange.partition}" for path, exchange in self.exchanges.items())
 
 
+def _make_room(model: ModelSpec, shardings: Mapping[str, Sharding]) -> None:
+    """Collects garbage if there may be too little memory without: a Keras model that was deleted is in reference
+    cycles, and its arrays are on the devices until then.
+    """
+    each = sum(math.prod(shardings[path].shard_shape(v.shape)) * v.dtype.itemsize for path, v in model.items())
+    devices = {device for sharding in set(shardings.values()) for device in sharding.addressable_devices}
+    of_host = (available_memory() or sys.maxsize) // max(len(devices), 1)
+
+    def free(device: Any) -> int:
+        if on_host(device):
+            return of_host
+        stats = device.memory_stats() or {}
+        return stats.get("bytes_limit", sys.maxsize) - stats.get("bytes_in_use", 0)
+
+    if any(each > free(device) for device in devices):
+        gc.collect()
+
+
 def _make_arrays(
     load: _Load, compiling: Compiling, bar: Progress, stage: CollectiveScope, timeline: Timeline
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -232,6 +255,7 @@ def _make_arrays(
     """
     model, choice, shardings = load.read, load.choice, load.shardings
     convert = _converting(model, shardings)
+    _make_room(model, shardings)
 
     def held_nbytes(sharding: Sharding, shape: tuple[int, ...], dtype: Any) -> int:
         """Bytes of all distinct shards that this process's devices hold."""

@@ -16,6 +16,7 @@ from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from lazymodel._abstract.framework import AnyModel, ModelSpec
+from lazymodel._abstract.garbage import no_full_collections
 from lazymodel._abstract.variable import (
     AbstractVariable,
     Reason,
@@ -75,6 +76,7 @@ Rules: TypeAlias = (
 _Found: TypeAlias = "dict[str, tuple[Any, Reason]]"  # path → the answer of a rule and its reason
 
 
+@no_full_collections()
 def shard(
     model: AnyModel,
     mesh: Mesh,

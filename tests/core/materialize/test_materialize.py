@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any, cast
 
@@ -300,3 +303,61 @@ def test_layers_that_the_checkpoint_lacks_are_one_range() -> None:
         lm.CheckpointError, match=r"no tensor for 20 of 80 variables: \{30\.\.39\}/bias, \{30\.\.39\}/kernel"
     ):
         lm.build_abstract(layers, jax.random.key(0)).materialize(values, initialize="nothing")
+
+
+# --- garbage ----------------------------------------------------------------------------------------------------------
+
+
+class Cycle:
+    """Refers to itself, as a Keras model does: when it is deleted, its array lives until garbage is collected."""
+
+    def __init__(self) -> None:
+        self.array, self.own = jnp.zeros(8), self
+
+
+@pytest.mark.parametrize("available", [1, 1 << 50])
+def test_deleted_models_make_room_if_memory_is_short(
+    sharded: Model, monkeypatch: pytest.MonkeyPatch, available: int
+) -> None:
+    monkeypatch.setattr("lazymodel._materialize.materialize.available_memory", lambda: available)
+    gc.collect()
+    gc.disable()
+    try:
+        left = weakref.ref(Cycle())
+        sharded.materialize()
+        assert (left() is None) == (available == 1)
+    finally:
+        gc.enable()
+
+
+def test_no_full_collection_while_a_model_is_built_and_loaded(tmp_path: Path, mesh8: Mesh) -> None:
+    before, during = gc.get_threshold(), list[tuple[int, int, int]]()
+
+    def watched(key: jax.Array) -> dict[str, Any]:
+        during.append(gc.get_threshold())
+        return init(key)
+
+    abstract = lm.build_abstract(watched, KEY).shard(mesh8, RULES)
+    assert gc.get_threshold() == before
+    path, _ = checkpoint(tmp_path)
+    abstract.materialize(lm.open_checkpoint(path), progress=lambda *_: during.append(gc.get_threshold()))
+    assert len(during) > 1 and set(during) == {(*before[:2], 1 << 20)}
+    assert gc.get_threshold() == before
+
+
+def test_the_thresholds_of_garbage_come_back_after_loads_that_overlap(tmp_path: Path, abstract: Model) -> None:
+    before = gc.get_threshold()
+    first, second = threading.Event(), threading.Event()
+
+    def outer(*_: int) -> None:
+        first.set()
+        assert second.wait(30)
+
+    thread = threading.Thread(target=lambda: abstract.materialize(progress=outer))
+    thread.start()
+    assert first.wait(30)
+    abstract.materialize()  # begins and ends while the other one is under way
+    assert gc.get_threshold() != before
+    second.set()
+    thread.join()
+    assert gc.get_threshold() == before
