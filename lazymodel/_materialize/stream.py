@@ -163,8 +163,9 @@ class _Plan:
         return self.array is not None or len(self.shards) == len(self.boxes.devices)
 
     def fits(self, other: Self) -> bool:
-        """Returns True if it can be in one job with another plan."""
-        return self.item.turn == other.item.turn and self.boxes.on_host == other.boxes.on_host
+        """Returns True if it can be in one job, and in one buffer, with another plan."""
+        own, others = self.boxes, other.boxes
+        return self.item.turn == other.item.turn and (own.on_host, own.keeps) == (others.on_host, others.keeps)
 
     def places(self, key: BoxKey) -> list[SingleDeviceSharding]:
         """The shardings of the shards of a region."""
@@ -362,7 +363,7 @@ class _Stream:
         total, serial = plan.nbytes + unit, unit > 0
         together = total <= self._budget // 4 or prefers_one_pass(plan.tensor, plan.boxes.boxes)
         if plan.boxes.on_host or (together and total <= self._budget):
-            # The arrays' own memory: if it exceeds the budget, it only prevents reading ahead.
+            # On the host it is the arrays' own memory: if it exceeds the budget, it only prevents reading ahead.
             yield _Job([plan], min(total, self._budget), None, serial)
             return
         boxes = zip(plan.boxes.devices, plan.boxes.boxes, strict=True)

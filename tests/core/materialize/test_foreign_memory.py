@@ -97,6 +97,33 @@ def test_small_tensors_go_together(mesh: Mesh, transfers: Transfers, tmp_path: P
     assert transfers.under_way == 0
 
 
+def test_memory_that_arrays_may_keep_is_not_used_again(
+    mesh: Mesh, transfers: Transfers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small tensors for two kinds of memory in turn: those for the host's may use their buffers forever."""
+    values = {f"v{i:03}": np.full((32, 16), i, np.float32) for i in range(120)}
+    save_file(values, tmp_path / "small.safetensors")
+    kinds = ["device", "pinned_host"]
+    specs = {name: NamedSharding(mesh, P(("x", "y")), memory_kind=kinds[i % 2]) for i, name in enumerate(values)}
+    used: list[tuple[str, int]] = []
+    held: list[np.ndarray] = []  # so that no new buffer has the address of an old one
+    start = transfers.start
+
+    def watched(values: np.ndarray, put: Callable[..., jax.Array], place: Any) -> jax.Array:
+        used.append((place.memory_kind, values.ctypes.data))
+        held.append(values)
+        return start(values, put, place)
+
+    monkeypatch.setattr(transfers, "start", watched)
+    checkpoint = lm.open_checkpoint(tmp_path / "small.safetensors")
+    for name, array in model_of(checkpoint, specs).stream(checkpoint, max_host_memory=64 << 10):
+        assert_shards_equal(array, values[name])
+    assert len(used) == 4 * len(values)
+    last = {address: number for number, (_, address) in enumerate(used)}
+    again = [kind for number, (kind, address) in enumerate(used) if last[address] > number]
+    assert set(again) == {"device"}, "and that is seen"
+
+
 def test_what_is_not_waited_for_would_be_seen(path: Path, values: dict[str, np.ndarray], mesh: Mesh) -> None:
     """Of every array and of the buffers."""
     with foreign_memory() as transfers:
