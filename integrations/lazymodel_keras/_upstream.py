@@ -13,6 +13,7 @@ import functools
 import importlib
 import inspect
 import operator
+import pkgutil
 import random
 import sys
 import threading
@@ -62,7 +63,12 @@ SEED_GENERATORS = importlib.import_module("keras.src.random.seed_generator")
 # only take arrays, so for lazy tensors they are replaced temporarily, in every module that has their names.
 OPS = importlib.import_module("keras.src.ops")
 COPY_OWNERS = [OPS] if BACKEND_OPS is BACKEND else [OPS, BACKEND_OPS.numpy]  # where optimizers look up `copy`
-QUANTIZERS = tuple(importlib.import_module(f"keras.src.quantizers{name}") for name in ("", ".quantizers"))
+_QUANTIZERS: Any = importlib.import_module("keras.src.quantizers")
+QUANTIZERS = [_QUANTIZERS] + [
+    importlib.import_module(name)
+    for _, name, _ in pkgutil.walk_packages(_QUANTIZERS.__path__, f"{_QUANTIZERS.__name__}.")
+    if not name.endswith("_test")
+]
 
 # The modules in which `keras.saving.load_model` looks up the readers of an Orbax checkpoint (whole, through Orbax), of
 # the weights of a `.keras` file (into memory, if they fit) and of those of a legacy HDF5 file.

@@ -25,7 +25,7 @@ from typing import Any
 
 import _measure
 import load_preset
-from stream import BACKED, PRESET, load_safetensors, save_safetensors
+from stream import BACKED, DECODER, PRESET, load_safetensors, save_safetensors
 
 from tests.servers.object_server import ObjectServer
 
@@ -95,7 +95,7 @@ def measure(way: str, server: ObjectServer) -> _measure.Measurement:
 
 def child(way: str, where: str) -> dict[str, Any] | None:
     if way == "save":
-        return save_safetensors(Path(where))
+        return save_safetensors(Path(where), *DECODER)
     if way == "save-preset":
         return _measure.save_gemma(Path(where), load_preset.CONFIG | PRESET)
     if way in ON_PRESET:

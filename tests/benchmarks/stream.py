@@ -2,10 +2,11 @@
 
     python tests/benchmarks/stream.py [--runs 5] [--only NAME ...] [--json]
 
-Two checkpoints are written once: a bf16 safetensors folder in 3 shards, shaped like a decoder, and a Keras preset in
-f32 (a Gemma2 saved with `save_to_preset`), each of more than 1 GiB. The ways of reading take turns, each in its own
-process, with the page cache warm. Seconds are from the call until every array is ready. Memory is the peak of private
-memory over what the process held before the call, as a multiple of the checkpoint's bytes.
+Three checkpoints are written once: a bf16 safetensors folder in 3 shards, shaped like a decoder, and a Keras preset in
+f32 (a Gemma2 saved with `save_to_preset`), each of more than 1 GiB; and a folder of 0.6 GB in 233 smaller tensors, for
+which what each variable costs counts. The ways of reading take turns, each in its own process, with the page cache
+warm. Seconds are from the call, of building the model as well, until every array is ready. Memory is the peak of
+private memory over what the process held before the call, as a multiple of the checkpoint's bytes.
 
 `limit` and `limit-last` are no loaders. In the first, 2 threads read the same bytes with `preadv` into fresh
 64-byte-aligned buffers (on huge pages, which is what is fastest here) and do nothing else. In the second, 2 threads of
@@ -27,7 +28,7 @@ from typing import Any
 import _measure
 import load_preset
 
-HIDDEN, INTERMEDIATE, VOCABULARY, LAYERS = 2048, 5632, 32000, 10
+DECODER, MANY = (32000, 2048, 5632, 10), (32000, 896, 2304, 29)  # vocabulary, hidden and intermediate size, layers
 PRESET = {"num_layers": 8, "hidden_dim": 2048, "intermediate_dim": 16384}  # of the Gemma2 of load_preset.py
 
 BACKED = 5 << 29  # bytes that each process touches before it is measured, so that all find memory equally ready
@@ -37,6 +38,9 @@ WAYS = {
     "limit-last": "memcpy of the last axis' rows, 2 threads",
     "first": "lazymodel, sharded on the first axis",
     "last": "lazymodel, sharded on the last axis",
+    "limit-many": "preadv, 2 threads, 233 smaller tensors",
+    "many": "lazymodel, 233 smaller tensors, first axis",
+    "many-last": "lazymodel, 233 smaller tensors, last axis",
     "budget": "lazymodel, first axis, max_host_memory=64MiB",
     "budget-last": "lazymodel, last axis, max_host_memory=64MiB",
     "orbax": "Orbax v1's safetensors layout, first axis",
@@ -50,18 +54,22 @@ WAYS = {
 ON_PRESET = ("limit-preset", "preset", "stock")
 
 
-def save_safetensors(folder: Path) -> None:
-    """Writes the decoder in three files and an index."""
+def save_safetensors(folder: Path, vocabulary: int, hidden: int, intermediate: int, layers: int) -> None:
+    """Writes a decoder in three files and an index."""
+    shards: list[dict[str, Any]] = [{}, {}, {}]
+    for number, part in enumerate(_measure.torch_decoder(vocabulary, hidden, intermediate, layers)):
+        shards[3 * number // (layers + 1)] |= part
+    _measure.write_shards(folder, shards)
+
+
+def save_matrix(file: Path) -> None:
+    """Writes one matrix."""
     import ml_dtypes
     import numpy as np
     from safetensors.numpy import save_file
 
-    shards: list[dict[str, Any]] = [{}, {}, {}]
-    for number, part in enumerate(_measure.torch_decoder(VOCABULARY, HIDDEN, INTERMEDIATE, LAYERS)):
-        shards[3 * number // (LAYERS + 1)] |= part
-    _measure.write_shards(folder, shards)
     matrix = np.random.default_rng(0).integers(0, 2**14, (16384, 16384), np.uint16).view(ml_dtypes.bfloat16)
-    save_file({"matrix": matrix}, folder.parent / "matrix.safetensors")
+    save_file({"matrix": matrix}, file)
 
 
 def limit(files: list[Path]) -> dict[str, Any]:
@@ -194,11 +202,16 @@ def child(way: str, where: str) -> dict[str, Any] | None:
     folder = Path(where)
     match way:
         case "save":
-            return save_safetensors(folder / "decoder")
+            save_matrix(folder / "matrix.safetensors")
+            return save_safetensors(folder / "decoder", *DECODER)
+        case "save-many":
+            return save_safetensors(folder / "many", *MANY)
         case "save-preset":
             return _measure.save_gemma(folder / "preset", load_preset.CONFIG | PRESET)
         case "limit":
             return limit(sorted((folder / "decoder").glob("*.safetensors")))
+        case "limit-many":
+            return limit(sorted((folder / "many").glob("*.safetensors")))
         case "limit-last":
             return limit_last(sorted((folder / "decoder").glob("*.safetensors")))
         case "limit-preset":
@@ -207,7 +220,7 @@ def child(way: str, where: str) -> dict[str, Any] | None:
             return load_preset.load(way, folder / "preset")
         case "whole" | "quarter":
             return load_matrix(way, folder / "matrix.safetensors")
-    return load_safetensors(way, folder / "decoder")
+    return load_safetensors(way, folder / ("many" if way.startswith("many") else "decoder"))
 
 
 def main() -> None:
@@ -218,8 +231,9 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(options.folder or temporary)
-        for way, made in (("save", "decoder"), ("save-preset", "preset")):
-            if not (folder / made).exists() and (made == "decoder" or set(ON_PRESET) & set(options.only)):
+        needed = {"preset": ON_PRESET, "many": ("limit-many", "many", "many-last")}
+        for way, made in (("save", "decoder"), ("save-many", "many"), ("save-preset", "preset")):
+            if not (folder / made).exists() and (made == "decoder" or set(needed[made]) & set(options.only)):
                 folder.mkdir(exist_ok=True)
                 _measure.child(way, folder, devices=1)
         for file in folder.rglob("*.*"):
@@ -233,7 +247,7 @@ def main() -> None:
 def report(results: dict[str, list[_measure.Measurement]], *, as_json: bool) -> None:
     """Prints medians, and ratios as medians over the rounds."""
     by_axis = ("first", "last", "budget", "budget-last", "orbax", "orbax-last")
-    _measure.require_equal(results, by_axis, ("preset", "stock"), ("quarter",), ("whole",))
+    _measure.require_equal(results, by_axis, ("many", "many-last"), ("preset", "stock"), ("quarter",), ("whole",))
 
     def summary(way: str) -> dict[str, float]:
         found, of = _measure.medians(results[way]), results[way][0].result
@@ -243,6 +257,8 @@ def report(results: dict[str, list[_measure.Measurement]], *, as_json: bool) -> 
         "first axis, speed over the limit": ("limit", "first"),
         "last axis, speed over the limit": ("limit", "last"),
         "last axis, speed over memcpy": ("limit-last", "last"),
+        "233 tensors, first axis, over the limit": ("limit-many", "many"),
+        "233 tensors, last axis, over the limit": ("limit-many", "many-last"),
         "first axis, times as fast as Orbax": ("orbax", "first"),
         "last axis, times as fast as Orbax": ("orbax-last", "last"),
         "64MiB budget, speed over no budget": ("first", "budget"),

@@ -58,9 +58,9 @@ def test_what_is_patched_is_there() -> None:
     assert _upstream.WeightsStore is saving_lib.H5IOStore is _upstream.SAVING_LIB.H5IOStore
     for cls in (keras_hub.models.Backbone, keras_hub.models.Task):
         assert isinstance(vars(cls)["from_preset"], classmethod)
-    for module in _upstream.QUANTIZERS:
-        for name in ("abs_max_quantize", *BLOCKS, "pack_int4", "unpack_int4"):
-            assert vars(module)[name] is getattr(keras.quantizers, name)
+    for name in ("abs_max_quantize", *BLOCKS, "pack_int4", "unpack_int4"):
+        found = [vars(module)[name] for module in _upstream.QUANTIZERS if name in vars(module)]
+        assert len(found) > 1 and {*found} == {getattr(keras.quantizers, name)}
     for name in ("reshape", "transpose", "squeeze", "expand_dims"):
         assert vars(_upstream.OPS)[name] is getattr(keras.ops, name)
 
