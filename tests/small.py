@@ -29,7 +29,6 @@ _PLACES = {
         "lazymodel._tensors.tensor_source.STAGING",
     ],  # bytes that are read before they are placed
     "ahead": ["lazymodel._materialize.materialize.AHEAD"],  # bytes of values that are not kept
-    "job": ["lazymodel._materialize.stream.JOB"],  # bytes of several variables that are filled together
     "part": ["lazymodel._tensors.tensor_source.PART"],  # bytes that one thread fills at a time
     "run": ["lazymodel._tensors.tensor_source.RUN"],  # bytes from which a row is spread straight over shards
     "runs": ["lazymodel._tensors.tensor_source.RUNS"],  # rows that are spread at a time

@@ -336,7 +336,9 @@ class _Stream:
     def _make_jobs(self) -> Iterator[_Job]:
         """Divides plans into jobs; each reserves what it needs, and at most the budget."""
         together: list[_Plan] = []
-        nbytes, limit = 0, min(self._budget // 4, JOB)
+        # A small model is divided as well: for progress, and to stop before much was read.
+        total = sum(plan.nbytes for plan in self._plans)
+        nbytes, limit = 0, min(self._budget // 4, JOB, max(total // 64, 256 << 10))
 
         def job() -> _Job:
             # Buffers that are to be reused are of one size.

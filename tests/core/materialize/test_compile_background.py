@@ -15,7 +15,6 @@ import pytest
 from safetensors.numpy import save_file
 
 import lazymodel as lm
-from tests.small import buffer_sizes
 
 Model = lm.AbstractModel[Any]
 
@@ -36,13 +35,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("checkpoint") / "model.safetensors"
     save_file({f"w{i:02}": np.full((64, EACH // 4 // 64), i, "f") for i in range(COUNT)}, path)
     return path
-
-
-@pytest.fixture(autouse=True)
-def as_in_a_large_model() -> Iterator[None]:
-    """No two tensors are filled together."""
-    with buffer_sizes(job=EACH):
-        yield
 
 
 class Slow:
