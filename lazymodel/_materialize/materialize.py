@@ -381,15 +381,11 @@ class _Watcher:
         self.error: Exception | None = None
 
     def advance(self, nbytes: int, path: str | None = None) -> None:
-        with self._lock:
-            try:
-                self._done += nbytes
-                self._bar.advance(nbytes, path)
-                self._compiling.check()
-                self._check()
-            except Exception as error:
-                self.error = self.error or error
-                raise
+        with self._lock, self._noted():
+            self._done += nbytes
+            self._bar.advance(nbytes, path)
+            self._compiling.check()
+            self._check()
 
     def hold(self, stopped: Callable[[], bool]) -> None:
         """Waits in the stream's threads, if nothing should be read before it is known that programs fit."""
@@ -398,8 +394,13 @@ class _Watcher:
             self._check()
             return stopped()
 
-        try:
+        with self._noted():
             self._compiling.hold(self._done / max(self._total, 1), unless)
+
+    @contextlib.contextmanager
+    def _noted(self) -> Generator[None]:
+        try:
+            yield
         except Exception as error:
             self.error = self.error or error
             raise

@@ -278,7 +278,7 @@ class _Stream:
         self._starting = threading.Lock()  # held while waiting for free budget: jobs start in order
         self._arena = Arena()  # used while `_starting` is held; arrays of one load have the same lifetime
         self._job: _Job | None = None
-        self._jobs = iter([*self._make_jobs()])
+        self._jobs = iter([*self._make_jobs()])  # at once, so that an error reaches the caller
         self._report = threading.Lock()
         # The lock is entered directly: a Ctrl-C within `Condition.__enter__`, which is Python code, would leave it
         # locked.

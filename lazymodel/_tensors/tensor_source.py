@@ -157,11 +157,13 @@ class FileRange:
 
 
 def read_ranges(ranges: Sequence[FileRange], workspace: Workspace) -> bool:
-    """Reads adjacent ranges of a file with one call. Returns False if that takes more memory than the workspace has."""
+    """Reads adjacent ranges of a file with one call. Returns False if that takes more memory than the workspace has.
+    An error names the first tensor.
+    """
     staged = sum([each.nbytes + -each.nbytes % ALIGNMENT for each in ranges if each.scatter is not None])
     if staged > workspace.available:
         return False
-    with workspace.array((staged,), np.dtype(np.uint8)) as memory:
+    with workspace.array((staged,), np.dtype(np.uint8)) as memory, ranges[0].source.reading():
         arrays: list[np.ndarray] = []
         pieces: list[tuple[Callable[[np.ndarray], None], np.ndarray]] = []
         used = 0
@@ -172,9 +174,7 @@ def read_ranges(ranges: Sequence[FileRange], workspace: Workspace) -> bool:
             arrays.append(memory[used : used + each.nbytes])
             pieces.append((each.scatter, arrays[-1]))
             used += each.nbytes + -each.nbytes % ALIGNMENT
-        reader = ranges[0].source.reader
-        reader.read_into(ranges[0].start, *arrays)
-        reader.check_unchanged()
+        ranges[0].source.reader.read_into(ranges[0].start, *arrays)
         for scatter, piece in pieces:
             scatter(piece)
     return True
@@ -444,13 +444,8 @@ def _run_parts(view: View, source: FileTensor, targets: Targets) -> list[Part]:
     parts: list[Part] = []
     for start, group in groups:
         reads = FileRange(source, source.offset + start, sum([out.nbytes for out in group]), group)
-        parts.append(Part(reads.nbytes, functools.partial(_read_range, reads), reads))
+        parts.append(Part(reads.nbytes, functools.partial(read_ranges, [reads]), reads))
     return parts
-
-
-def _read_range(reads: FileRange, workspace: Workspace) -> bool:
-    with reads.source.reading():
-        return read_ranges([reads], workspace)
 
 
 def _box_parts(view: View, box: Box, out: np.ndarray) -> list[Part]:
@@ -497,7 +492,7 @@ def _small_part(view: View, source: FileTensor, targets: Targets) -> Part | None
     reads = FileRange(source, source.offset + geometry.first, nbytes, scatter=scatter)
 
     def run(workspace: Workspace) -> None:
-        if not _read_range(reads, workspace):
+        if not read_ranges([reads], workspace):
             for part in _scatter_parts(view, targets):
                 part.run(workspace)
 
