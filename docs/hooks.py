@@ -81,7 +81,8 @@ def _reference(package: str) -> str:
         again = ", members: false" if hasattr(value, "__path__") else ""  # it exports names of this page again
         lines += [f"::: {path}", f"    options: {{heading_level: 2{again}}}", ""]
         if name == "AbstractModel":  # its steps are functions of other modules
-            for method, function in vars(value).items():
+            for method in list(vars(value)):
+                function = getattr(value, method)
                 if inspect.isfunction(function) and method[0] != "_" and function.__module__ != value.__module__:
                     lines += [f"::: {function.__module__}.{function.__name__}", "    options: {heading_level: 3}", ""]
     return "\n".join(lines)

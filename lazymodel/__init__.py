@@ -21,58 +21,116 @@ packages, `lazymodel_flax` and `lazymodel_keras`, which `build_abstract` finds b
 imported.
 """
 
-from lazymodel._show import clock as _clock  # first: it records when the import began
+import importlib as _importlib
+import typing as _typing
 
-# isort: split
-from lazymodel import research
-from lazymodel._abstract.variable import AbstractVariable
-from lazymodel._adapters import Adapter, merge, open_adapter
-from lazymodel._compile import Compile
-from lazymodel._devices.hardware import arithmetic_mesh, device_memory, topology
-from lazymodel._errors import (
-    CheckpointError,
-    DoesNotFitError,
-    LazyModelError,
-    LazyModelWarning,
-    ShardingError,
-    SyncError,
-    TraceError,
-)
-from lazymodel._mapping.entry import From
-from lazymodel._mapping.table import WeightMap, map_checkpoint
-from lazymodel._materialize.report import LoadReport
-from lazymodel._materialize.reshard import ReshardReport, reshard
-from lazymodel._materialize.sync import Sync
-from lazymodel._model import AbstractModel, build_abstract
-from lazymodel._plan.fleet import Fleet
-from lazymodel._plan.plan import MemoryPlan, compare_plans
-from lazymodel._plan.search import smallest_topology
-from lazymodel._plan.what_if import WhatIf
-from lazymodel._restore import restore, training_state
-from lazymodel._run.report import RunReport
-from lazymodel._save.adapter import save_adapter
-from lazymodel._save.save import save, save_step
-from lazymodel._sharding.auto import auto
-from lazymodel._sharding.roles import Host, role
-from lazymodel._show.progress import Progress
-from lazymodel._tensors.lazy import LazyTensor
-from lazymodel._transform import path_key
+from lazymodel._show import clock as _clock  # first: it records when the import began
 from lazymodel._version import VERSION as _VERSION
-from lazymodel.checkpoints import Checkpoint, open_checkpoint
-from lazymodel.checkpoints._checkpoint import TrainingState
-from lazymodel.research import (
-    CoordinateCheck,
-    Mup,
-    coordinate_check,
-    diff,
-    grow,
-    initializers,
-    mup,
-    signals,
-    statistics,
-)
+
+if _typing.TYPE_CHECKING:
+    from lazymodel import checkpoints as checkpoints
+    from lazymodel import research
+    from lazymodel._abstract.variable import AbstractVariable
+    from lazymodel._adapters import Adapter, merge, open_adapter
+    from lazymodel._compile import Compile
+    from lazymodel._devices.hardware import arithmetic_mesh, device_memory, topology
+    from lazymodel._errors import (
+        CheckpointError,
+        DoesNotFitError,
+        LazyModelError,
+        LazyModelWarning,
+        ShardingError,
+        SyncError,
+        TraceError,
+    )
+    from lazymodel._mapping.entry import From
+    from lazymodel._mapping.table import WeightMap, map_checkpoint
+    from lazymodel._materialize.report import LoadReport
+    from lazymodel._materialize.reshard import ReshardReport, reshard
+    from lazymodel._materialize.sync import Sync
+    from lazymodel._model import AbstractModel, build_abstract
+    from lazymodel._plan.fleet import Fleet
+    from lazymodel._plan.plan import MemoryPlan, compare_plans
+    from lazymodel._plan.search import smallest_topology
+    from lazymodel._plan.what_if import WhatIf
+    from lazymodel._restore import restore, training_state
+    from lazymodel._save.adapter import save_adapter
+    from lazymodel._save.save import save, save_step
+    from lazymodel._sharding.auto import auto
+    from lazymodel._sharding.roles import Host, role
+    from lazymodel._show.progress import Progress
+    from lazymodel._tensors.lazy import LazyTensor
+    from lazymodel._transform import path_key
+    from lazymodel.checkpoints import Checkpoint, open_checkpoint
+    from lazymodel.checkpoints._checkpoint import TrainingState
+    from lazymodel.extras.research import grow, initializers
+    from lazymodel.extras.research.coordinate_check import CoordinateCheck, coordinate_check
+    from lazymodel.extras.research.diff import diff
+    from lazymodel.extras.research.mup import Mup, mup
+    from lazymodel.extras.research.statistics import statistics
+    from lazymodel.extras.run.report import RunReport
+    from lazymodel.extras.run.signals import signals
 
 __version__ = _VERSION
+
+_NAMES = {  # module: names that it has
+    "lazymodel._abstract.variable": "AbstractVariable",
+    "lazymodel._adapters": "Adapter merge open_adapter",
+    "lazymodel._compile": "Compile",
+    "lazymodel._devices.hardware": "arithmetic_mesh device_memory topology",
+    "lazymodel._errors": "CheckpointError DoesNotFitError LazyModelError LazyModelWarning ShardingError SyncError "
+    "TraceError",
+    "lazymodel._mapping.entry": "From",
+    "lazymodel._mapping.table": "WeightMap map_checkpoint",
+    "lazymodel._materialize.report": "LoadReport",
+    "lazymodel._materialize.reshard": "ReshardReport reshard",
+    "lazymodel._materialize.sync": "Sync",
+    "lazymodel._model": "AbstractModel build_abstract",
+    "lazymodel._plan.fleet": "Fleet",
+    "lazymodel._plan.plan": "MemoryPlan compare_plans",
+    "lazymodel._plan.search": "smallest_topology",
+    "lazymodel._plan.what_if": "WhatIf",
+    "lazymodel._restore": "restore training_state",
+    "lazymodel._save.adapter": "save_adapter",
+    "lazymodel._save.save": "save save_step",
+    "lazymodel._sharding.auto": "auto",
+    "lazymodel._sharding.roles": "Host role",
+    "lazymodel._show.progress": "Progress",
+    "lazymodel._tensors.lazy": "LazyTensor",
+    "lazymodel._transform": "path_key",
+    "lazymodel.checkpoints": "Checkpoint open_checkpoint",
+    "lazymodel.checkpoints._checkpoint": "TrainingState",
+    "lazymodel.extras.research.coordinate_check": "CoordinateCheck coordinate_check",
+    "lazymodel.extras.research.diff": "diff",
+    "lazymodel.extras.research.mup": "Mup mup",
+    "lazymodel.extras.research.statistics": "statistics",
+    "lazymodel.extras.run.report": "RunReport",
+    "lazymodel.extras.run.signals": "signals",
+}
+_MODULES = {
+    "checkpoints": "lazymodel.checkpoints",
+    "grow": "lazymodel.extras.research.grow",
+    "initializers": "lazymodel.extras.research.initializers",
+    "research": "lazymodel.research",
+}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> object:
+    """Loads a public name at its first use: `import lazymodel` alone loads next to nothing."""
+    if name in _MODULES:
+        value = _importlib.import_module(_MODULES[name])
+    elif name in _MODULE_OF:
+        value = getattr(_importlib.import_module(_MODULE_OF[name]), name)
+    else:
+        raise AttributeError(f"module 'lazymodel' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES, *_MODULE_OF})
+
 
 __all__ = [
     "AbstractModel",

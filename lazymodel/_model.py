@@ -9,15 +9,15 @@ import dataclasses
 import reprlib
 import time
 from collections.abc import Callable
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, cast, overload
 
 from lazymodel._abstract.framework import ModelSpec
 from lazymodel._abstract.garbage import no_full_collections
 from lazymodel._abstract.variable import AbstractVariable, adapters, device_nbytes, resident_nbytes, stays_on_host
 from lazymodel._errors import LazyModelError
+from lazymodel._extras import ExtraMethod
 from lazymodel._materialize.materialize import materialize, stream
 from lazymodel._plan.make import plan
-from lazymodel._run.run import run
 from lazymodel._sharding.shard import explain, shard
 from lazymodel._show.progress import Span
 from lazymodel._show.table import Column, Table, Tabled, placed_text, shape_text, spec_text
@@ -25,6 +25,11 @@ from lazymodel._show.text import format_bytes, plural
 from lazymodel._trace.errors import watched
 from lazymodel._trace.function import trace_function
 from lazymodel._transform import lora, quantize, reinitialize, rekey, with_optimizer
+
+if TYPE_CHECKING:
+    from lazymodel.extras.run.run import run
+else:
+    run = ExtraMethod()
 
 T = TypeVar("T")
 BuiltT = TypeVar("BuiltT", covariant=True)

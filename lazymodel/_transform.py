@@ -335,7 +335,7 @@ def reinitialize(
             or a callable that takes a variable and returns an initializer or None. In a pattern, `{layer}` captures
             text without `/` and `.`. Or a result of `lazymodel.mup`: it multiplies the model's own initial values by
             its factors, with unchanged keys and kinds of distributions.
-        initializer: Any of `jax.nn.initializers`, of `lazymodel.research.initializers`, or a callable of key, shape and
+        initializer: Any of `jax.nn.initializers`, of `lazymodel.initializers`, or a callable of key, shape and
             dtype that JAX can trace. If it has further parameters named `path`, or like the pattern's captures, it
             gets these, with captured numbers as ints.
         key: A typed key, or its seed; needed if an initializer draws random values.

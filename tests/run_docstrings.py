@@ -25,7 +25,8 @@ def public(package: Any) -> Iterator[tuple[str, Any]]:
             yield from ((f"{name}.{each}", getattr(value, each)) for each in inner)
         else:
             yield name, value if callable(value) else type(value)
-    for name, verb in vars(lm.AbstractModel).items():
+    for name in list(vars(lm.AbstractModel)):
+        verb = getattr(lm.AbstractModel, name)
         is_verb = inspect.isfunction(verb) and name[0] != "_" and verb.__module__ != lm.AbstractModel.__module__
         if is_verb and package.__name__ == ("lazymodel_keras" if name in OF_LAYERS else "lazymodel"):
             yield f"AbstractModel.{name}", verb

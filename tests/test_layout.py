@@ -28,6 +28,7 @@ class Import(NamedTuple):
     name: str
     line: int
     at_the_top: bool
+    for_checkers: bool  # under `if TYPE_CHECKING`, so not at run time
 
 
 class House:
@@ -44,6 +45,12 @@ class House:
 
     def imports(self) -> Iterator[Import]:
         for module, tree in self.trees.items():
+            checked = [
+                node
+                for node in tree.body
+                if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+            ]
+            for_checkers = {inner for node in checked for inner in ast.walk(node)}
             for node in ast.walk(tree):
                 if isinstance(node, ast.ImportFrom):
                     assert node.level == 0 and node.module, f"{module}: imports are absolute (line {node.lineno})"
@@ -56,7 +63,7 @@ class House:
                     if origin.split(".")[0] in self.packages:
                         whole = f"{origin}.{name}"
                         imported, name = (whole, "") if whole in self.files else (origin, name)
-                        yield Import(module, imported, name, node.lineno, node in tree.body)
+                        yield Import(module, imported, name, node.lineno, node in tree.body, node in for_checkers)
 
 
 def table(text: str) -> dict[str, set[str]]:
@@ -83,9 +90,13 @@ def room(module: str, rooms: Iterable[str]) -> str:
     return max((name for name in {*rooms, *EVERYWHERE} if f"{module}.".startswith(f"{name}.")), key=len, default=module)
 
 
+def run_time(house: House) -> Iterator[Import]:
+    return (one for one in house.imports() if not one.for_checkers)
+
+
 def climbing(house: House, rooms: Mapping[str, set[str]]) -> list[str]:
     found: list[str] = []
-    for one in house.imports():
+    for one in run_time(house):
         here, there = room(one.importer, rooms), room(one.imported, rooms)
         if there not in rooms.get(here, set()) | {here} | EVERYWHERE:
             found.append(f"{one.importer}:{one.line} imports {one.imported}, which {here} may not")
@@ -105,7 +116,7 @@ def circles(edges: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def late(house: House) -> list[str]:
-    return [f"{one.importer}:{one.line} imports {one.imported} late" for one in house.imports() if not one.at_the_top]
+    return [f"{one.importer}:{one.line} imports {one.imported} late" for one in run_time(house) if not one.at_the_top]
 
 
 def borrowed(house: House) -> list[str]:
@@ -160,7 +171,7 @@ def floors(edges: Iterable[tuple[str, str]]) -> dict[str, int]:
 
 
 def between_files(house: House) -> list[tuple[str, str]]:
-    return [(one.importer, one.imported) for one in house.imports()]
+    return [(one.importer, one.imported) for one in run_time(house)]
 
 
 def between_rooms(house: House, rooms: Iterable[str]) -> list[tuple[str, str]]:
@@ -201,6 +212,16 @@ def test_sizes() -> None:
     assert max(floors(between_rooms(CORE, ROOMS)).values()) <= MOST_FLOORS
 
 
+def test_extras_are_loaded_by_name() -> None:
+    """The core names extras in its two tables alone, and no extra imports another."""
+    extras = {name: imported for name, imported in ROOMS.items() if name.startswith("lazymodel.extras.")}
+    assert {name: other for name, others in extras.items() for other in others & set(extras)} == {}
+    faces = {"lazymodel", "lazymodel._extras", "lazymodel.__main__", "lazymodel.research", "lazymodel._model"}
+    naming = {module for module, path in CORE.files.items() if "lazymodel.extras" in path.read_text()}
+    assert {module for module in naming if not module.startswith("lazymodel.extras")} == faces
+    assert {one.importer for one in ALL.imports() if one.for_checkers} == {"lazymodel", "lazymodel._model"}
+
+
 def test_locks_are_entered_themselves() -> None:
     assert entered_conditions(ALL) == []
 
@@ -217,10 +238,9 @@ def test_files_that_prose_names_are_there() -> None:
 
 
 def test_tests_stand_where_the_code_stands() -> None:
-    """`tests/core/<folder>` for a folder of the core, `tests/<framework>` for an integration."""
-    packages = [
-        path for path in (ROOT / "lazymodel").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
-    ]
-    folders = {path.stem.removeprefix("_") for path in packages if path.is_dir()}
-    tested = {path.name for path in (ROOT / "tests" / "core").iterdir() if any(path.glob("test_*.py"))}
-    assert folders <= tested <= {path.stem.removeprefix("_") for path in packages}
+    """`tests/core/<folder>` and `tests/extras/<name>` for a folder there, `tests/<framework>` for an integration."""
+    for tests, package in (("core", ROOT / "lazymodel"), ("extras", ROOT / "lazymodel" / "extras")):
+        packages = [path for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
+        folders = {path.stem.removeprefix("_") for path in packages if path.is_dir()} - {"extras"}
+        tested = {path.name for path in (ROOT / "tests" / tests).iterdir() if any(path.glob("test_*.py"))}
+        assert folders <= tested <= {path.stem.removeprefix("_") for path in packages}

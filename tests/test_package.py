@@ -1,5 +1,6 @@
 """The package as a whole: what importing it imports, what it exports, and what its wheel contains."""
 
+import ast
 import importlib
 import json
 import subprocess
@@ -49,6 +50,8 @@ NAMES = {
 
 STEPS = {
     "package": "import lazymodel",
+    "core": "lazymodel.build_abstract, lazymodel.open_checkpoint, lazymodel.save",
+    "names": "[getattr(lazymodel, name) for name in lazymodel.__all__]",
     "modules": """
 import importlib, pkgutil
 names = [module.name for module in pkgutil.walk_packages(lazymodel.__path__, "lazymodel.")]
@@ -64,19 +67,47 @@ def imported() -> dict[str, list[str]]:
     """The frameworks that a new interpreter has loaded after each of these steps."""
     lines = ["import json, sys", "loaded = {}"]
     for step, statements in STEPS.items():
-        lines += [statements, f"loaded[{step!r}] = [name for name in {FRAMEWORKS!r} if name in sys.modules]"]
+        seen = f"[name for name in {FRAMEWORKS!r} if name in sys.modules]"
+        own = "[name for name in sys.modules if name.startswith('lazymodel')]"
+        lines += [statements, f"loaded[{step!r}], loaded['own of {step}'] = {seen}, {own}"]
     script = "\n".join([*lines, "print(json.dumps(loaded))"])
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     return json.loads(done.stdout)
 
 
 def test_import_loads_no_framework(imported: dict[str, list[str]]):
-    assert imported["package"] == []
+    assert imported["package"] == imported["core"] == imported["names"] == []
+
+
+def test_import_loads_no_extra(imported: dict[str, list[str]]):
+    assert len(imported["own of package"]) < 10
+    assert [name for name in imported["own of core"] if name.startswith("lazymodel.extras")] == []
+    assert "lazymodel.extras.run.signals" in imported["own of names"]
 
 
 def test_every_core_module_loads_no_framework(imported: dict[str, list[str]]):
     assert set(imported["modules"]) <= {"rich"}  # the command draws with it
     assert "matplotlib" not in imported["measured"]
+
+
+def test_names_are_the_same_for_users_and_checkers():
+    """What `import lazymodel` loads late is in `dir`, and type checkers know it from imports that do not run."""
+    (checked,) = (node for node in ast.parse(Path(lazymodel.__file__).read_text()).body if isinstance(node, ast.If))
+    found = {
+        alias.name: getattr(importlib.import_module(node.module or ""), alias.name)
+        for node in checked.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert {*lazymodel.__all__, "checkpoints"} == {*found}
+    assert {name: getattr(lazymodel, name) for name in found} == found
+    assert {*found} <= {*dir(lazymodel)}
+    with pytest.raises(AttributeError, match="no attribute 'missing'"):
+        lazymodel.missing  # noqa: B018
+
+
+def test_a_method_of_an_extra_is_its_function():
+    assert lazymodel.AbstractModel.run is importlib.import_module("lazymodel.extras.run.run").run
 
 
 @pytest.mark.parametrize("package", NAMES)

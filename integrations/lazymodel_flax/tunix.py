@@ -19,10 +19,10 @@ from flax import nnx
 from lazymodel import CheckpointError, LazyModelError, LazyTensor, WeightMap, build_abstract, open_checkpoint
 from lazymodel._abstract.framework import ModelSpec
 from lazymodel._mapping.match import MappedCheckpoint, described, given_checkpoint, given_tensors
-from lazymodel._mapping.recorded import recorded
-from lazymodel._mapping.traced import traced_result
 from lazymodel._show.text import listed
 from lazymodel._tensors.shards import stored_tensors
+from lazymodel.extras.tables.recorded import recorded
+from lazymodel.extras.tables.traced import traced_result
 
 __all__ = ["from_key_mapping", "gemma", "gemma3", "gemma4", "llama3", "load_and_create_model", "qwen2", "qwen3"]
 

@@ -23,6 +23,7 @@ from lazymodel._abstract.framework import ModelSpec
 from lazymodel._abstract.pairs import LoraPair, with_scale
 from lazymodel._abstract.variable import AbstractVariable, Captures, Template, flatten_paths, named_leaves
 from lazymodel._errors import CheckpointError, LazyModelError, warn
+from lazymodel._extras import extra
 from lazymodel._mapping.entry import (
     From,
     Missing,
@@ -43,9 +44,6 @@ from lazymodel._mapping.match import (
     refuse_adapter,
 )
 from lazymodel._mapping.pairs import LowRank, PairSource, pair_products, pair_values
-from lazymodel._mapping.recorded import recorded
-from lazymodel._mapping.suggest import suggest
-from lazymodel._mapping.traced import traced_result
 from lazymodel._show.text import LISTED, closest, first_lines, fold, grouped_names, listed, unnumbered
 from lazymodel._tensors.lazy import LazyTensor, lazy
 
@@ -176,7 +174,7 @@ class WeightMap:
         refuse_adapter((name for name in checkpoint if name not in model), described(checkpoint))
         variables = {path: variable.stored[0] for path, variable in model.items()}
         computed = [path for path, variable in model.items() if variable.is_key]
-        found = suggest({name: np.shape(tensor) for name, tensor in checkpoint.items()}, variables, computed)
+        found = extra("suggest")({name: np.shape(tensor) for name, tensor in checkpoint.items()}, variables, computed)
         mapping = WeightMap(found.entries, ignore=found.ignore)
         _, wrong = mapping.apply(checkpoint, model)
         for path, text in (wrong.misshapen | wrong.missing | wrong.ambiguous).items():
@@ -198,7 +196,7 @@ class WeightMap:
         Raises:
             LazyModelError: It is not one, or it loads no variables.
         """
-        entries, left = recorded(_abstract(abstract).sources, _abstract(abstract).framework.tensors())
+        entries, left = extra("recorded")(_abstract(abstract).sources, _abstract(abstract).framework.tensors())
         if not any(entries.values()):
             raise LazyModelError(
                 f"{_abstract(abstract).name} loads no variables by itself; lm.WeightMap.suggest(checkpoint, abstract) "
@@ -511,7 +509,7 @@ def map_checkpoint(
         if not callable(cast(Any, mapping)):
             raise LazyModelError(f"a mapping is a WeightMap or a function of the checkpoint; got {mapping!r}")
         if hasattr(mapping, "trace"):
-            result, taken = traced_result(mapping, given_tensors(checkpoint), _described(mapping))
+            result, taken = extra("traced_result")(mapping, given_tensors(checkpoint), _described(mapping))
         else:
             tensors = Tensors(checkpoint)
             result, taken = mapping(tensors), tensors.taken

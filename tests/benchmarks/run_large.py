@@ -92,7 +92,7 @@ def there_already() -> None:
     """Variables do not arrive from a stream or an init program, but are there: one array for each shape."""
     import jax
 
-    from lazymodel._run import run
+    from lazymodel.extras.run import run
 
     known: dict[Any, Any] = {}
 
@@ -115,7 +115,7 @@ def there_already() -> None:
 
 def only_read() -> list[float]:
     """Variables are read and dropped, and nothing runs; the list gets the seconds."""
-    from lazymodel._run import run
+    from lazymodel.extras.run import run
 
     seconds: list[float] = []
 

@@ -10,8 +10,8 @@ import pytest
 from flax import linen, nnx
 
 import lazymodel as lm
-from tests.core.run.models import assert_equal
-from tests.core.run.test_run import ran
+from tests.extras.run.models import assert_equal
+from tests.extras.run.test_run import ran
 
 WIDTH, LAYERS = 16, 4
 X = jnp.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH)

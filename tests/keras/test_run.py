@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 import lazymodel_keras as lk
-from tests.core.run.models import assert_equal
-from tests.core.run.test_run import ran
+from tests.extras.run.models import assert_equal
+from tests.extras.run.test_run import ran
 
 LAYERS = 4
 TOKENS = {"token_ids": np.arange(16)[None] % 50, "padding_mask": np.ones((1, 16), bool)}

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import lazymodel as lm
-from lazymodel.research._fan_in_out import is_random, moments
+from lazymodel.extras.research.fan_in_out import is_random, moments
 from tests.compile_events import compile_events
 from tests.core.materialize._variables import Recorder
 from tests.core.trace._eager import assert_same

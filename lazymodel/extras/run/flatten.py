@@ -6,7 +6,7 @@ variable, and rows of it at indices that only depend on inputs, are variables of
 read. The results of a scan over layers remain separate
 arrays, one for each layer, as long as everything that uses them works on one layer at a time.
 
-`_run/stretches` divides the steps into programs.
+`extras/run/stretches` divides the steps into programs.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 from tests.core.materialize._variables import bytes_read
-from tests.core.run.models import assert_equal, block, decoder, forward, norms_of, rows, scanned, tokens
-from tests.core.run.test_run import body, ran
+from tests.extras.run.models import assert_equal, block, decoder, forward, norms_of, rows, scanned, tokens
+from tests.extras.run.test_run import body, ran
 from tests.foreign_memory import foreign_memory
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")

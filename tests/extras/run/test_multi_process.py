@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import lazymodel as lm
-from tests.core.run._multi_process_worker import LAYERS, PROCESSES
-from tests.core.run.models import decoder, forward, norms_of, tokens
+from tests.extras.run._multi_process_worker import LAYERS, PROCESSES
+from tests.extras.run.models import decoder, forward, norms_of, tokens
 from tests.processes import free_address, printed, run_workers
 
 WORKER = Path(__file__).with_name("_multi_process_worker.py")

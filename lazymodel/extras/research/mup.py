@@ -24,7 +24,7 @@ from lazymodel._programs.programs import scaled_recipe
 from lazymodel._sharding.describe import Described, describe
 from lazymodel._show.table import Column, Report, Table
 from lazymodel._show.text import closest, first_lines, grouped_by, plural, unnumbered
-from lazymodel.research._fan_in_out import Grown, Moments, Side, Sides, find_sides, is_random, moments
+from lazymodel.extras.research.fan_in_out import Grown, Moments, Side, Sides, find_sides, is_random, moments
 
 _STEPS = 8  # counted steps of the trial, after as many others: schedules begin with a rate of 0, and RAdam as SGD
 # Sizes of gradients and parameters. Gradients are large compared to Adam's epsilon, and small, since norms may be

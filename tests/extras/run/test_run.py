@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import lazymodel as lm
-from tests.core.run.models import (
+from tests.extras.run.models import (
     WIDTH,
     assert_equal,
     block,

@@ -1,6 +1,6 @@
 """`signals`: sizes of activations and gradients, layer by layer, of a model that is never whole.
 
-The traced function is rewritten, then runs like any other (`_run/run`). Taps measure the output of each layer. To
+The traced function is rewritten, then runs like any other (`extras/run/run`). Taps measure the output of each layer. To
 measure gradients, a tap has a second input, zeros, whose gradient is defined as the statistics of the gradient that
 passes the tap: no gradient exists longer than it takes to measure it.
 
@@ -25,13 +25,13 @@ import numpy as np
 from lazymodel._abstract.framework import ModelSpec
 from lazymodel._errors import LazyModelError
 from lazymodel._programs.jaxprs import CALLS, JIT, inner_jaxpr, is_key, one_equation, run_jaxpr, walk
-from lazymodel._run.flatten import scanned_from
-from lazymodel._run.run import run_rewritten
+from lazymodel._show.depth import drawn_over_depth, range_text, values_over_depth
 from lazymodel._show.progress import ProgressTo, ReportTo
 from lazymodel._show.table import Column, Report, Table, plain
 from lazymodel._show.text import plural
 from lazymodel._transform import rekey
-from lazymodel.research._statistics import drawn_over_depth, range_text, values_over_depth
+from lazymodel.extras.run.flatten import scanned_from
+from lazymodel.extras.run.run import run_rewritten
 
 # Calls that taps can be in. What has derivatives of its own (`jax.custom_vjp`, `jax.custom_jvp`) is one operation.
 _ENTERED = JIT | frozenset(name for name in CALLS if not name.startswith("custom"))
@@ -261,7 +261,7 @@ def _measured(value: jax.Array) -> jax.Array:
     """Mean square, mean, smallest and largest element, and the fraction of zeros."""
 
     def wide() -> jax.Array:
-        # Cast for each statistic alone: `_run/stretches` does chains of operations early, each with one user.
+        # Cast for each statistic alone: `extras/run/stretches` does chains of operations early, each with one user.
         return value.astype(np.float32)
 
     numbers = (jnp.mean(jnp.square(wide())), jnp.mean(wide()), jnp.min(wide()), jnp.max(wide()))

@@ -23,21 +23,9 @@ from typing import Any, cast
 
 import jax
 
+import lazymodel as lm
 from lazymodel._abstract.variable import named
 from lazymodel._adapters import is_adapter, open_adapter
-from lazymodel._cli.output import (
-    JSON,
-    STORAGE_OPTION,
-    add_command,
-    check_page,
-    dtype_name,
-    imported,
-    in_options,
-    print_json,
-    show,
-    storage_options,
-)
-from lazymodel._cli.plan import add_explain, add_plan
 from lazymodel._devices.hardware import device_memory, libtpu_environment
 from lazymodel._errors import DoesNotFitError, LazyModelError, is_library, required
 from lazymodel._mapping.table import WeightMap
@@ -50,8 +38,19 @@ from lazymodel._tensors.buffers import available_memory, cores, default_budget
 from lazymodel._version import VERSION
 from lazymodel.checkpoints import open_checkpoint
 from lazymodel.checkpoints._open import Problem, inspect_checkpoint
-from lazymodel.research._diff import diff
-from lazymodel.research._statistics import statistics
+from lazymodel.extras.cli.output import (
+    JSON,
+    STORAGE_OPTION,
+    add_command,
+    check_page,
+    dtype_name,
+    imported,
+    in_options,
+    print_json,
+    show,
+    storage_options,
+)
+from lazymodel.extras.cli.plan import add_explain, add_plan
 
 _DESCRIPTION = """\
 Converts a checkpoint, a chunk of a tensor at a time: it needs neither devices nor memory for the model. Quantized
@@ -193,7 +192,7 @@ def _diff(arguments: argparse.Namespace) -> int:
         a, b = (open_checkpoint(path, options if needless or is_url(path) else None) for path in paths)
         stack.enter_context(a)
         stack.enter_context(b)
-        found = diff(a, b, tolerance=arguments.tolerance)
+        found = lm.diff(a, b, tolerance=arguments.tolerance)
     show(arguments, "diff", found)
     return 1 if found else 0
 
@@ -222,7 +221,7 @@ def _stats(arguments: argparse.Namespace) -> int:
     with open_checkpoint(arguments.checkpoint, storage_options(arguments)) as checkpoint:
         names = selected(list(checkpoint), arguments.include or (), arguments.exclude or ())
         tensors = {name: checkpoint[name] for name in names}
-        found = statistics(tensors, stacked=arguments.stacked, spectral=arguments.spectral)
+        found = lm.statistics(tensors, stacked=arguments.stacked, spectral=arguments.spectral)
     if arguments.plot:
         found.plot(arguments.plot)
     if arguments.json:

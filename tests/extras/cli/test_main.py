@@ -62,9 +62,9 @@ def test_interrupts_and_mistakes_of_ours(checkpoint, monkeypatch, capsys):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lazymodel._cli.main.inspect_checkpoint", interrupt)
+    monkeypatch.setattr("lazymodel.extras.cli.main.inspect_checkpoint", interrupt)
     assert main(["inspect", str(checkpoint)]) == 130
-    monkeypatch.setattr("lazymodel._cli.main.inspect_checkpoint", None)
+    monkeypatch.setattr("lazymodel.extras.cli.main.inspect_checkpoint", None)
     assert main(["inspect", str(checkpoint)]) == 2
     assert os.path.join("_cli", "main.py") in capsys.readouterr().err
 
@@ -336,7 +336,7 @@ def planned(monkeypatch):
         found.append((source, storage_options))
         raise lazymodel.LazyModelError("built")
 
-    monkeypatch.setattr("lazymodel._cli.plan.named", lambda framework: SimpleNamespace(from_config=from_config))
+    monkeypatch.setattr("lazymodel.extras.cli.plan.named", lambda framework: SimpleNamespace(from_config=from_config))
     return found
 
 
@@ -444,7 +444,7 @@ def test_of_what_tensorflow_says_only_errors_are_shown_unless_the_log_is_asked_f
         os.write(2, NOISE + ERROR)
         raise lazymodel.LazyModelError("after")
 
-    monkeypatch.setattr("lazymodel._cli.plan.named", imports)
+    monkeypatch.setattr("lazymodel.extras.cli.plan.named", imports)
     monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL")
     if level is not None:
         monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", level)

@@ -206,8 +206,8 @@ def test_an_abstract_model_is_measured_as_it_would_be(tmp_path: Path, mesh8: Any
 
 
 def test_blocks_and_both_sides_of_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lazymodel.research._statistics._BLOCK", 1 << 10)
-    monkeypatch.setattr("lazymodel.research._statistics._PRODUCT", 1 << 10)
+    monkeypatch.setattr("lazymodel.extras.research.statistics._BLOCK", 1 << 10)
+    monkeypatch.setattr("lazymodel.extras.research.statistics._PRODUCT", 1 << 10)
     tall = random((300, 70)) + 100  # several blocks; a mean that float32 would lose digits to
     found = lm.statistics({"tall": tall, "wide": tall.T.copy(), "low": np.outer(tall[:, 0], tall[0])})
     check(found["tall"], tall, tall)

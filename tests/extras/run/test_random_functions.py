@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import pytest
 
 import lazymodel as lm
-from tests.core.run.models import assert_equal
-from tests.core.run.test_run import ran
 from tests.core.trace.test_random_programs import CASTS, OF_ANY, OF_FLOAT, OF_TWO
+from tests.extras.run.models import assert_equal
+from tests.extras.run.test_run import ran
 
 SHAPES = [(7,), (16,), (8, 16), (16, 7), (16, 16), (4, 8, 16)]
 

@@ -1,9 +1,10 @@
 """Running a function of a model that is never whole: the method `run`.
 
-The function is traced with shapes (`_run/flatten`), and cut into stretches (`_run/stretches`) small enough for the
-devices. All programs are compiled, and the memory of every moment is known, before anything is read. Then stretch after
-stretch runs: its variables arrive in this order from a stream (`_materialize/stream`), which reads those of the next
-stretch meanwhile, or from init programs; they are freed after their last use, or until the next one if memory is short.
+The function is traced with shapes (`extras/run/flatten`), and cut into stretches (`extras/run/stretches`) small enough
+for the devices. All programs are compiled, and the memory of every moment is known, before anything is read. Then
+stretch after stretch runs: its variables arrive in this order from a stream (`_materialize/stream`), which reads those
+of the next stretch meanwhile, or from init programs; they are freed after their last use, or until the next one if
+memory is short.
 """
 
 from __future__ import annotations
@@ -38,9 +39,6 @@ from lazymodel._materialize.materialize import publish_fingerprint
 from lazymodel._materialize.stream import StreamItem, stream
 from lazymodel._programs.jaxprs import Programs, as_keys, as_operand, placed, stored_as
 from lazymodel._programs.programs import InitRecipe, run_recipes
-from lazymodel._run.flatten import Flattened, Part, Value
-from lazymodel._run.report import ProgramRow, RunReport, WholeRow
-from lazymodel._run.stretches import Cutter, Program, Stretch, program, stretches, variables_of
 from lazymodel._show.progress import Progress, ProgressTo, ReportTo, delivery, progress_for, reported
 from lazymodel._show.text import format_bytes, grouped_by, parse_budget, parse_bytes
 from lazymodel._tensors.buffers import available_memory, default_budget, trim_heap
@@ -49,6 +47,9 @@ from lazymodel._tensors.lazy import lazy
 from lazymodel._tensors.shards import on_host
 from lazymodel._trace.errors import watched
 from lazymodel._trace.function import trace
+from lazymodel.extras.run.flatten import Flattened, Part, Value
+from lazymodel.extras.run.report import ProgramRow, RunReport, WholeRow
+from lazymodel.extras.run.stretches import Cutter, Program, Stretch, program, stretches, variables_of
 
 _LAYERS = 100  # a scan goes through layers if it is over more than this part of the model
 _TRIM = 16 << 20  # bytes of results and temporaries after which freed memory is returned: it takes some milliseconds

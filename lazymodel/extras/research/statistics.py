@@ -26,9 +26,10 @@ from lazymodel._errors import LazyModelError
 from lazymodel._mapping.match import flat_checkpoint, lazy_values, resolve_and_warn
 from lazymodel._materialize.materialize import stream
 from lazymodel._programs.jaxprs import is_key, uses_x64
+from lazymodel._show.depth import LAYER, drawn_over_depth, range_text, values_over_depth
 from lazymodel._show.progress import ProgressTo, progress_for, reported
 from lazymodel._show.table import Column, Table, Tabled, plain
-from lazymodel._show.text import closest, empty_figure, finished_figure, plural
+from lazymodel._show.text import closest, plural
 from lazymodel._tensors.boxes import Box, box_shape, slabs, whole_box
 from lazymodel._tensors.buffers import Scratch, cores, empty_aligned, parallel
 from lazymodel._tensors.lazy import LazyTensor, lazy
@@ -39,7 +40,6 @@ from lazymodel._tensors.tensor_source import fill, fill_parts
 ITERATIONS = 24
 BREAKDOWN = 1e-6  # if a residual is this small relative to the norm so far, the rest of the process is rounding
 _LISTED = 60  # variables with numbers that are not finite
-_LOG_RATIO = 10  # between the largest and the smallest value: from here a plot's axis is logarithmic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +72,11 @@ class VariableStatistics:
     @property
     def layer(self) -> int | None:
         """The first number that is a part of the path, or ends one: its depth; None without a number."""
-        found = _LAYER.search(self.path)
+        found = LAYER.search(self.path)
         return None if found is None else int(found[1])
 
 
 # `layers/3/kernel`, `layer_3/kernel`, `layer.3.weight`, `kernel[3]`
-_LAYER = re.compile(r"(?<![0-9A-Za-z])(\d{1,9})(?![0-9A-Za-z])")
 _MEASURES = ("mean", "std", "min", "max", "spectral_norm")
 
 
@@ -127,51 +126,6 @@ class Statistics(Tabled, dict[str, VariableStatistics]):
         spoiled = [row for row in self.values() if row.nonfinite][:_LISTED]
         lines = [f"not finite: {plural(row.nonfinite, 'element')} of {row.path}" for row in spoiled]
         return Table(f"statistics of {plural(len(self), 'variable')}", columns, cells, lines)
-
-
-def values_over_depth(values: Mapping[str, Any]) -> dict[str, dict[int, Any]]:
-    """Folded path → layer → value, for paths that occur in two layers or more."""
-    lines: dict[str, dict[int, Any]] = {}
-    for path, value in values.items():
-        found = _LAYER.search(path)
-        if found is not None and value is not None:
-            name = f"{path[: found.start(1)]}{{layer}}{path[found.end(1) :]}"
-            lines.setdefault(name, {})[int(found[1])] = value
-    return {name: dict(sorted(line.items())) for name, line in lines.items() if len(line) > 1}
-
-
-def drawn_over_depth(panels: Mapping[str, Mapping[str, Mapping[int, Any]]], path: str | os.PathLike[str] | None) -> Any:
-    """A figure of title → folded path → layer → value or values, whose medians are drawn."""
-    if not any(panels.values()):
-        raise LazyModelError("there is nothing to draw over depth: no path occurs with two layers' numbers")
-    figure = empty_figure((5.5 * len(panels), 4))
-    names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
-    for axes, (title, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
-        for name, line in lines.items():
-            # A leading underscore would hide a name from the legend.
-            medians = [float(np.median(value)) for value in line.values()]
-            axes.plot(list(line), medians, ".-", color=f"C{names.index(name)}", label=f" {name}")
-        axes.set_title(title)
-        axes.set_xlabel("layer")
-        values = [float(np.median(value)) for line in lines.values() for value in line.values()]
-        if min(values, default=0) > 0 and max(values) > _LOG_RATIO * min(values):
-            axes.set_yscale("log")
-        else:
-            axes.set_ylim(bottom=0)
-        axes.locator_params(axis="x", integer=True)
-    handles = dict(zip(*figure.axes[0].get_legend_handles_labels()[::-1], strict=True))
-    figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize="small")
-    return finished_figure(figure, "", path)
-
-
-def range_text(values: Sequence[float | None]) -> str:
-    """The values of a group: one, or the smallest and the largest."""
-    known = sorted(value for value in values if value is not None)
-    if not known:
-        return "–"
-    digits = 3 if known[0] == known[-1] else 2  # more digits are too wide for five ranges side by side
-    low, high = f"{known[0]:.{digits}g}", f"{known[-1]:.{digits}g}"
-    return low if low == high else f"{low}…{high}"
 
 
 def cut(shape: Sequence[int]) -> int:

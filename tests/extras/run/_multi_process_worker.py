@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 from tests.core.materialize._variables import bytes_read
-from tests.core.run.models import decoder, forward, norms_of, scanned, tokens
+from tests.extras.run.models import decoder, forward, norms_of, scanned, tokens
 from tests.processes import join
 
 PROCESSES, LAYERS = 2, 4

@@ -3,7 +3,7 @@
 Responsible for the order of the steps, for where they are cut, and for what a stretch takes and returns. Steps that
 make memory free are done as soon as they can be, so that a gradient becomes its norm at once. Cuts are at the same
 place of every repetition of a sequence of steps, where the fewest bytes pass from one to the next.
-`_run/flatten` makes the steps; `_run/run` decides how small stretches have to be, and runs them.
+`extras/run/flatten` makes the steps; `extras/run/run` decides how small stretches have to be, and runs them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lazymodel._programs.jaxprs import (
     run_jaxpr,
     uses_x64,
 )
-from lazymodel._run.flatten import Flattened, Step, Value, nbytes_of
+from lazymodel.extras.run.flatten import Flattened, Step, Value, nbytes_of
 
 _CHAIN = 8  # steps that are looked ahead for one that makes memory free: a cast, a square, a sum
 _SMALL = 16  # a result that is this many times smaller than its operands is computed as soon as it can be

@@ -16,8 +16,8 @@ import pytest
 from jax.experimental import io_callback
 
 import lazymodel as lm
-from tests.core.run.models import assert_equal, decoder, forward, rows, tokens
-from tests.core.run.test_run import ran
+from tests.extras.run.models import assert_equal, decoder, forward, rows, tokens
+from tests.extras.run.test_run import ran
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 LAYERS = 3

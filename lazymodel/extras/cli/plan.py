@@ -26,19 +26,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from lazymodel._abstract.variable import PINNED_HOST, named
-from lazymodel._cli.output import (
-    JSON,
-    STORAGE_OPTION,
-    add_command,
-    check_page,
-    dtype_name,
-    imported,
-    in_options,
-    is_imported,
-    print_json,
-    show,
-    storage_options,
-)
 from lazymodel._compile import Compile
 from lazymodel._devices.hardware import arithmetic_mesh, libtpu_environment
 from lazymodel._devices.hardware import topology as compiled_mesh
@@ -53,6 +40,19 @@ from lazymodel._sharding.auto import Auto, auto
 from lazymodel._sharding.roles import role
 from lazymodel._show.table import plain, print_text
 from lazymodel._show.text import closest, parse_bytes, quiet_tensorflow
+from lazymodel.extras.cli.output import (
+    JSON,
+    STORAGE_OPTION,
+    add_command,
+    check_page,
+    dtype_name,
+    imported,
+    in_options,
+    is_imported,
+    print_json,
+    show,
+    storage_options,
+)
 
 # Files that only contain weights, from which no model can be built.
 _WEIGHTS = (

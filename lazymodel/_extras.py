@@ -1,0 +1,32 @@
+"""Where the core finds what is loaded at first use: the extras, by name.
+
+The core imports no extra. It asks for a name of `EXTRAS`, and the module is loaded when somebody needs it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+EXTRAS = {
+    "run": "lazymodel.extras.run.run",
+    "recorded": "lazymodel.extras.tables.recorded",
+    "suggest": "lazymodel.extras.tables.suggest",
+    "traced_result": "lazymodel.extras.tables.traced",
+}
+
+
+def extra(name: str) -> Any:
+    """The object of this name, from its extra."""
+    return getattr(importlib.import_module(EXTRAS[name]), name)
+
+
+class ExtraMethod:
+    """A method that is a function of an extra: the function itself takes its place at the first use."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._owner, self._name = owner, name
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        setattr(self._owner, self._name, extra(self._name))
+        return getattr(owner if instance is None else instance, self._name)

@@ -1,0 +1,1 @@
+"""Tables of weights that are proposed, or taken from converters."""
