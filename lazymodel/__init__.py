@@ -46,8 +46,6 @@ if _typing.TYPE_CHECKING:
     from lazymodel._mapping.entry import From
     from lazymodel._mapping.table import WeightMap, map_checkpoint
     from lazymodel._materialize.report import LoadReport
-    from lazymodel._materialize.reshard import ReshardReport, reshard
-    from lazymodel._materialize.sync import Sync
     from lazymodel._model import AbstractModel, build_abstract
     from lazymodel._plan.fleet import Fleet
     from lazymodel._plan.plan import MemoryPlan, compare_plans
@@ -70,6 +68,8 @@ if _typing.TYPE_CHECKING:
     from lazymodel.extras.research.statistics import statistics
     from lazymodel.extras.run.report import RunReport
     from lazymodel.extras.run.signals import signals
+    from lazymodel.extras.sync.reshard import ReshardReport, reshard
+    from lazymodel.extras.sync.sync import Sync
 
 __version__ = _VERSION
 
@@ -83,8 +83,8 @@ _NAMES = {  # module: names that it has
     "lazymodel._mapping.entry": "From",
     "lazymodel._mapping.table": "WeightMap map_checkpoint",
     "lazymodel._materialize.report": "LoadReport",
-    "lazymodel._materialize.reshard": "ReshardReport reshard",
-    "lazymodel._materialize.sync": "Sync",
+    "lazymodel.extras.sync.reshard": "ReshardReport reshard",
+    "lazymodel.extras.sync.sync": "Sync",
     "lazymodel._model": "AbstractModel build_abstract",
     "lazymodel._plan.fleet": "Fleet",
     "lazymodel._plan.plan": "MemoryPlan compare_plans",

@@ -9,6 +9,8 @@ import importlib
 from typing import Any
 
 EXTRAS = {
+    "copied": "lazymodel.extras.sync.reshard",
+    "device_moves": "lazymodel.extras.sync.reshard",
     "run": "lazymodel.extras.run.run",
     "recorded": "lazymodel.extras.tables.recorded",
     "suggest": "lazymodel.extras.tables.suggest",

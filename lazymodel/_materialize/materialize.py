@@ -30,6 +30,7 @@ from lazymodel._compile import Compile, Compiling, prepared
 from lazymodel._devices.collective import CollectiveScope, agreement
 from lazymodel._devices.hardware import require_live
 from lazymodel._errors import CheckpointError
+from lazymodel._extras import extra
 from lazymodel._mapping.match import (
     LoadPlan,
     flat_checkpoint,
@@ -41,7 +42,6 @@ from lazymodel._mapping.match import (
 )
 from lazymodel._materialize.exchange import exchanged, exchanges, shared, shares
 from lazymodel._materialize.report import make_report
-from lazymodel._materialize.reshard import copied, device_moves
 from lazymodel._materialize.stream import StreamItem, in_file_order
 from lazymodel._materialize.stream import stream as read_stream
 from lazymodel._programs.jaxprs import as_keys, is_weak, with_weak_type
@@ -53,7 +53,7 @@ from lazymodel._tensors.buffers import available_memory, default_budget, paralle
 from lazymodel._tensors.byte_reader import BYTES_READ, REQUESTS, ByteReader
 from lazymodel._tensors.casting import SAFE
 from lazymodel._tensors.lazy import LazyTensor, lazy
-from lazymodel._tensors.shards import boxes_for, check_replicas, on_host
+from lazymodel._tensors.shards import DeviceTensor, boxes_for, check_replicas, on_host
 from lazymodel._tensors.tensor_source import ArrayTensor, CompositeSource, TensorSource
 
 _SHARED = 8  # the part of `max_host_memory` that may hold the bytes of small variables, which processes share
@@ -207,7 +207,8 @@ class _Load:
         self.shardings = device_shardings({**model.variables, **read.variables})
         tensors = {path: read_as(read[path], source, choice) for path, source in choice.sources.items()}
         items = _items(read, tensors, self.shardings)
-        self.moves = device_moves(items)
+        live = [item for item in items if isinstance(cast(LazyTensor, item.tensor).source, DeviceTensor)]
+        self.moves = extra("device_moves")(live) if live else []
         moved = {move.path for move, _ in self.moves}
         items = [item for item in items if item.path not in moved]
         check_replicas(replicas)
@@ -290,7 +291,7 @@ def _make_arrays(
                 del array, made
                 watcher.advance(nbytes[path], path)
         started, bytes_before, requests_before = time.perf_counter(), BYTES_READ.count, REQUESTS.so_far()
-        for path, array in copied(load.moves, stage):
+        for path, array in extra("copied")(load.moves, stage) if load.moves else ():
             arrays |= convert(path, _in_layout(as_keys(array, model[path].dtype), model[path]))
             watcher.advance(nbytes[path], path)
         with contextlib.closing(together), contextlib.closing(arriving):  # a failure here ends their threads at once

@@ -2,7 +2,7 @@
 
 Contains the boxes of a sharding, an array on devices as a source of tensors, the rules for host buffers that are given
 to a device (`keeps`), descriptions of stored tensors for messages and reports, and `divide`, by which each byte that
-several processes need is read by one of them. `_materialize/reshard` brings such parts together.
+several processes need is read by one of them. `extras/sync/reshard` brings such parts together.
 """
 
 from __future__ import annotations

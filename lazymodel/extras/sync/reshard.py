@@ -1,6 +1,6 @@
 """Moves arrays of live models between shardings: the function `reshard`, and copies of arrays for `materialize`.
 
-`reshard` is `_materialize/sync` without a mapping: `_materialize/transfer` has the programs.
+`reshard` is `extras/sync/sync` without a mapping: `extras/sync/transfer` has the programs.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from lazymodel._abstract.variable import AbstractVariable, adapters, flatten_pat
 from lazymodel._devices.collective import CollectiveScope, agreement
 from lazymodel._devices.hardware import is_live
 from lazymodel._errors import LazyModelError, ShardingError
-from lazymodel._materialize.pieces import Variable, copies_of, device_order
 from lazymodel._materialize.stream import StreamItem
-from lazymodel._materialize.transfer import Array, Group, Move, grouped_moves
 from lazymodel._programs.jaxprs import stored_as
 from lazymodel._show.progress import ProgressTo, delivery, progress_for, reported
 from lazymodel._show.table import Column, Report, Table, placed_text, shape_text, spec_text
@@ -29,6 +27,8 @@ from lazymodel._show.text import closest, format_bytes, parse_bytes, plural
 from lazymodel._tensors import shards
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.shards import DeviceTensor, grouped
+from lazymodel.extras.sync.pieces import Variable, copies_of, device_order
+from lazymodel.extras.sync.transfer import Array, Group, Move, grouped_moves
 
 
 @dataclasses.dataclass(frozen=True)

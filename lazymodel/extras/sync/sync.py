@@ -1,6 +1,6 @@
 """`Sync`: a sampler model that follows its trainer, planned and compiled once from two models.
 
-Which elements move is decided in `_materialize/pieces`, and `_materialize/transfer` has the programs.
+Which elements move is decided in `extras/sync/pieces`, and `extras/sync/transfer` has the programs.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from lazymodel._devices.hardware import compile_lowered, require_live
 from lazymodel._errors import LazyModelError, SyncError
 from lazymodel._mapping.match import MappedCheckpoint
 from lazymodel._mapping.table import WeightMap, map_checkpoint
-from lazymodel._materialize.pieces import Variable, copies_of
-from lazymodel._materialize.reshard import live_arrays
-from lazymodel._materialize.transfer import Array, Group, Move, grouped_moves, routed
 from lazymodel._programs.jaxprs import as_keys, stored_as
 from lazymodel._show.table import Column, Table, Tabled, placed_text, shape_text, spec_text
 from lazymodel._show.text import closest, first_of, format_bytes, listed, parse_bytes, plural
 from lazymodel._tensors.casting import refusal
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.shards import misshapen
+from lazymodel.extras.sync.pieces import Variable, copies_of
+from lazymodel.extras.sync.reshard import live_arrays
+from lazymodel.extras.sync.transfer import Array, Group, Move, grouped_moves, routed
 
 _PART = 8  # of the sampler's bytes on a device, for buffers: with fewer groups, a call waits less often
 _LEAST = 1 << 20  # bytes of a device in buffers below which more groups only cost more programs

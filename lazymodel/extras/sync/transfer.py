@@ -1,4 +1,4 @@
-"""Programs that move pieces of arrays between devices, for groups of variables; `_materialize/pieces` plans the pieces.
+"""Programs that move pieces of arrays between devices, for groups of variables; `extras/sync/pieces` plans the pieces.
 
 Each device cuts what others need into a buffer for each round of exchange, and puts what it gets into its own shards.
 If the devices stay the same, in one process or many, that is one program, which exchanges with `ppermute`. Otherwise it
@@ -25,11 +25,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from lazymodel._abstract.variable import automatic, automatic_sharding, is_offloaded, on_device, under
 from lazymodel._devices.hardware import compile_lowered
 from lazymodel._errors import LazyModelError
-from lazymodel._materialize.pieces import Copy, Round, Route, Slot, device_order, route
 from lazymodel._programs.jaxprs import as_keys, is_key, stored_as, with_shards
 from lazymodel._show.text import grouped_by, listed
 from lazymodel._tensors.buffers import Arithmetic, Convert
 from lazymodel._tensors.shards import grouped, spec_axes
+from lazymodel.extras.sync.pieces import Copy, Round, Route, Slot, device_order, route
 
 _Start: TypeAlias = "tuple[bool, int]"  # True and a column of a table with a row for each device, or False and a number
 _Starts: TypeAlias = "tuple[_Start, ...]"

@@ -2,7 +2,7 @@
 
 A lazy tensor is a view of variables: transposed, reshaped, cut, joined, converted. Here it becomes `Copy` objects,
 strided boxes of a source and of the target; and these, with the shardings of both, become a `Route`: the pieces that
-each pair of devices exchanges. Only shapes and shardings are used, no array. `_materialize/transfer` moves them.
+each pair of devices exchanges. Only shapes and shardings are used, no array. `extras/sync/transfer` moves them.
 """
 
 from __future__ import annotations
