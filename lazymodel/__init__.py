@@ -26,7 +26,7 @@ from lazymodel._show import clock as _clock  # first: it records when the import
 # isort: split
 from lazymodel import research
 from lazymodel._abstract.variable import AbstractVariable
-from lazymodel._adapters import Adapter, merge, open_adapter
+from lazymodel._adapters.merge import Adapter, merge, open_adapter
 from lazymodel._compile import Compile
 from lazymodel._devices.hardware import arithmetic_mesh, device_memory, topology
 from lazymodel._errors import (

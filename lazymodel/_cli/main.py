@@ -24,7 +24,7 @@ from typing import Any, cast
 import jax
 
 from lazymodel._abstract.variable import named
-from lazymodel._adapters import is_adapter, open_adapter
+from lazymodel._adapters.merge import is_adapter, open_adapter
 from lazymodel._cli.output import (
     JSON,
     STORAGE_OPTION,

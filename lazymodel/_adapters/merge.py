@@ -1,9 +1,9 @@
-"""LoRA adapters of PEFT, merged into a checkpoint while it is read: `open_adapter` and `merge`.
+"""LoRA adapters, merged into a checkpoint while it is read: `open_adapter` and `merge`.
 
-An adapter is a folder with `adapter_config.json` and `adapter_model.safetensors`. For each adapted weight W it has two
-small matrices, and the merged weight is `W + scale * B @ A`: Hu et al. 2021, arXiv 2106.09685. The scale is `lora_alpha
-/ r`, or with rsLoRA `lora_alpha / sqrt(r)`. DoRA (Liu et al. 2024, arXiv 2402.09353) then gives each output of W the
-norm that the adapter states. PEFT calculates this in float32 and rounds the result once, as is done here.
+For each adapted weight W an adapter has two small matrices, and the merged weight is `W + scale * B @ A`: Hu et al.
+2021, arXiv 2106.09685. The scale is `lora_alpha / r`, or with rsLoRA `lora_alpha / sqrt(r)`. DoRA (Liu et al. 2024,
+arXiv 2402.09353) then gives each output of W the norm that the adapter states. PEFT calculates this in float32 and
+rounds the result once, as is done here.
 
 A merged tensor is lazy: only the boxes that are read are computed (`_tensors/low_rank`).
 """
@@ -21,6 +21,7 @@ from typing import Any, cast
 import jax.numpy as jnp
 import numpy as np
 
+from lazymodel._adapters.peft import CONFIG, FILES, PEFT, Pair, bare_name, check_config, parse
 from lazymodel._devices.collective import opening
 from lazymodel._errors import CheckpointError
 from lazymodel._mapping.match import described, given_checkpoint
@@ -32,39 +33,8 @@ from lazymodel.checkpoints._checkpoint import Checkpoint, TensorHeader
 from lazymodel.checkpoints._open import located, open_located
 from lazymodel.checkpoints._untrusted import read_json_file
 
-CONFIG = "adapter_config.json"
-FILES = ("adapter_model.safetensors", "adapter_model.bin")
-PREFIX = "base_model.model."  # of all names, for PEFT's two wrappers around the model
-_PEFT = "merge it with PEFT: `model.merge_and_unload().save_pretrained(folder)`"
 _MERGE = "merge it instead: lm.merge(checkpoint, adapter)"
-_PART = re.compile(r"(.+)\.(lora_(?:embedding_)?[AB]|lora_magnitude_vector)(?:\.(weight|bias))?", re.DOTALL)
 _NUMBER = re.compile(r"(?:^|\.)\d+(?:\.|$)")
-# Embeddings that PEFT saves whole if they are adapted or were resized.
-EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "word_embeddings", "embed_in", "embed_out", "shared")
-# Options with which an adapter is more than a sum, or depends on the input.
-_UNSUPPORTED = (
-    *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "monteclora_config"),
-    *("trainable_token_indices", "use_bdlora", "use_qalora", "velora_config"),
-)
-_CHANGES_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")  # initializations that subtract from the base
-
-
-@dataclasses.dataclass(frozen=True)
-class _Pair:
-    """The tensors that adapt one weight.
-
-    `parameters` are the names of the weight in its module; several if the adapter does not say which is meant.
-    """
-
-    module: str
-    parameters: tuple[str, ...]
-    a: LazyTensor
-    b: LazyTensor
-    rank: int
-    scale: float
-    bias: LazyTensor | None
-    magnitude: LazyTensor | None
-    is_embedding: bool
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -102,7 +72,7 @@ class Adapter:
     replaced: tuple[str, ...]
     config: Mapping[str, Any]
     source: Checkpoint = dataclasses.field(compare=False)
-    pairs: tuple[_Pair, ...] = dataclasses.field(compare=False)
+    pairs: tuple[Pair, ...] = dataclasses.field(compare=False)
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -157,10 +127,10 @@ def open_adapter(path: str | os.PathLike[str], storage_options: Mapping[str, Any
         file = next((folder / name for name in FILES if (folder / name).exists()), None)
         if file is None:
             raise CheckpointError(f"{folder}: expected {FILES[0]} next to {CONFIG}, found none; download it as well")
-        _check_config(config, str(folder / CONFIG))
+        check_config(config, str(folder / CONFIG))
         source = open_located(file, as_stored=True)
         try:
-            pairs, replaced = _parse(source, config)
+            pairs, replaced = parse(source, config)
         except BaseException:
             source.close()
             raise
@@ -186,7 +156,7 @@ def is_adapter(path: str | os.PathLike[str], storage_options: Mapping[str, Any] 
     return where.is_dir() and (where / CONFIG).exists()
 
 
-def _first(pair: _Pair) -> str:
+def _first(pair: Pair) -> str:
     return f"{pair.module}.{'|'.join(pair.parameters)}"
 
 
@@ -199,130 +169,6 @@ def _others(folder: Any) -> str:
     if not found:
         return "; give the folder that PEFT's save_pretrained wrote"
     return f", but {plural(len(found), 'adapter')} in {listed(map(repr, found))}; open one: {str(folder / found[0])!r}"
-
-
-def _check_config(config: Mapping[str, Any], file: str) -> None:
-    """Raises CheckpointError for adapters that are not a sum of low rank."""
-    if (kind := config.get("peft_type")) != "LORA":
-        raise CheckpointError(f"{file}: expected peft_type LORA, found {kind!r}; {_PEFT}")
-    if unsupported := [name for name in _UNSUPPORTED if config.get(name)]:
-        raise CheckpointError(f"{file}: expected plain LoRA, rsLoRA or DoRA, found {listed(unsupported)}; {_PEFT}")
-    start = str(config.get("init_lora_weights", True)).lower()
-    if start.startswith(_CHANGES_BASE):
-        raise CheckpointError(
-            f"{file}: expected an adapter of the original weights, found init_lora_weights {start!r}, which changed "
-            "them. Save it with PEFT's `path_initial_model_for_weight_conversion`, or, if the checkpoint to merge has "
-            "the changed weights, set init_lora_weights to true"
-        )
-    for name in ("r", "lora_alpha"):
-        value = config.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or (name == "r" and value < 1):
-            raise CheckpointError(f"{file}: expected a number {name!r}, found {value!r}; the file is corrupt")
-    for name in ("rank_pattern", "alpha_pattern"):
-        patterns = config.get(name) or {}
-        try:
-            numbers = all(isinstance(value, int | float) and value > 0 for value in patterns.values())
-            for pattern in patterns:
-                re.compile(pattern)
-        except (AttributeError, TypeError, re.error):
-            numbers = False
-        if not numbers:
-            raise CheckpointError(
-                f"{file}: expected {name!r} of regular expressions and numbers, found {patterns!r}; it is corrupt"
-            )
-
-
-def _pattern_value(config: Mapping[str, Any], patterns: str, default: str, key: str) -> Any:
-    """A module's own value: of the first pattern that matches its name or the end of it, as in PEFT."""
-    for pattern, value in (config.get(patterns) or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", key):
-            return value
-    return config[default]
-
-
-def _parse(source: Checkpoint, config: Mapping[str, Any]) -> tuple[tuple[_Pair, ...], tuple[str, ...]]:
-    """The pairs of an adapter, and the names of its tensors that replace those of the base.
-
-    Raises CheckpointError for other tensors, and for pairs that are incomplete or not of the configured rank.
-    """
-    parts: dict[str, dict[str, LazyTensor]] = {}
-    replaced: list[str] = []
-    unknown: list[str] = []
-    for name in source:
-        if match := _PART.fullmatch(name.removeprefix(PREFIX)):
-            module, part, leaf = match.groups()
-            if leaf == "bias" and part != "lora_B":
-                unknown.append(name)
-            parts.setdefault(module, {})["bias" if leaf == "bias" else part] = source[name]
-        elif _replaces(name.removeprefix(PREFIX), config):
-            replaced.append(name)
-        else:
-            unknown.append(name)
-    if unknown:
-        raise CheckpointError(
-            f"{source.path}: expected pairs of LoRA, biases and modules_to_save, found "
-            f"{plural(len(unknown), 'tensor')} of unknown meaning: {listed(map(repr, unknown))}; {_PEFT}"
-        )
-    if not parts and not replaced:
-        raise CheckpointError(f"{source.path}: expected tensors of an adapter, found none; save the adapter again")
-    return tuple(_pair(source, config, name, found) for name, found in parts.items()), tuple(replaced)
-
-
-def _replaces(name: str, config: Mapping[str, Any]) -> bool:
-    """Returns True if a tensor of this name replaces the base's."""
-    module, _, leaf = name.replace(".base_layer.", ".").rpartition(".")
-    # A module's name, or that of a module around it, ends with one of these, as PEFT compares them.
-    if any(f"{each}." in f"{module}." for each in config.get("modules_to_save") or []):
-        return True
-    if leaf == "bias" and config.get("bias") in ("all", "lora_only"):
-        return True
-    return leaf == "weight" and module.rpartition(".")[2] in EMBEDDINGS
-
-
-def _pair(source: Checkpoint, config: Mapping[str, Any], name: str, found: dict[str, LazyTensor]) -> _Pair:
-    module = name.replace(".base_layer", "")
-    is_embedding = "lora_embedding_A" in found
-    keys = ("lora_embedding_A", "lora_embedding_B") if is_embedding else ("lora_A", "lora_B")
-    expected = {*keys, *(["lora_magnitude_vector"] if config.get("use_dora") else [])}
-    if missing := expected - found.keys():
-        first = sorted(missing)[0]
-        raise CheckpointError(
-            f"{source.path}: expected {first} of {name!r}, found {listed(sorted(found))}; it is incomplete"
-        )
-    if extra := found.keys() - expected - ({"bias"} if config.get("lora_bias") else set[str]()):
-        raise CheckpointError(
-            f"{source.path}: expected {listed(sorted(expected))} of {name!r}, found also {listed(sorted(extra))}, "
-            f"which {CONFIG} does not mention; it is of another adapter, or {_PEFT}"
-        )
-    parameters: list[str] = []
-    for target in config.get("target_parameters") or []:
-        owner, _, parameter = str(target).rpartition(".")
-        if (module == owner or module.endswith(f".{owner}")) and parameter not in parameters:
-            parameters.append(parameter)
-    numbers = {
-        (
-            int(_pattern_value(config, "rank_pattern", "r", key)),
-            float(_pattern_value(config, "alpha_pattern", "lora_alpha", key)),
-        )
-        for key in ([f"{module}.{parameter}" for parameter in parameters] or [module])
-    }
-    if len(numbers) > 1:
-        raise CheckpointError(
-            f"{source.path}: expected one rank and alpha for {listed(parameters)} of {module!r}, found "
-            f"{sorted(numbers)}, and no statement whose tensors are whose; {_PEFT}"
-        )
-    ((rank, alpha),) = numbers
-    a, b = (found[key] for key in keys)
-    experts = a.shape[0] // rank if parameters and a.ndim == 2 else 1
-    inner = a.shape[0] if a.ndim else 0
-    if min(a.ndim, b.ndim) < 2 or a.ndim != b.ndim or inner != b.shape[1] or inner != max(experts, 1) * rank:
-        raise CheckpointError(
-            f"{source.path}: tensors of {name!r}: expected rank {rank} of {CONFIG}, found {keys[0]} {list(a.shape)} "
-            f"and {keys[1]} {list(b.shape)}; the files are of different adapters"
-        )
-    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    bias, magnitude = found.get("bias"), found.get("lora_magnitude_vector")
-    return _Pair(module, tuple(parameters) or ("weight",), a, b, rank, scale, bias, magnitude, is_embedding)
 
 
 class MergedCheckpoint(Checkpoint):
@@ -401,7 +247,7 @@ class _Merging:
     def _renamed(self) -> Callable[[str], str]:
         """Finds what is removed from the beginning of the adapter's names, or added there, so that all are found."""
         required = [f"{pair.module}.{parameter}" for pair in self.adapter.pairs for parameter in pair.parameters]
-        required = required or [_bare(name) for name in self.adapter.replaced]
+        required = required or [bare_name(name) for name in self.adapter.replaced]
 
         def renaming(removed: str, added: str) -> Callable[[str], str]:
             def rename(name: str) -> str:
@@ -480,7 +326,7 @@ class _Merging:
         made: dict[str, Callable[[], LazyTensor]] = {}
         replaced: dict[str, LazyTensor] = {}
         for stored in self.adapter.replaced:
-            name = self.rename(_bare(stored))
+            name = self.rename(bare_name(stored))
             tensor = self.adapter.source[stored]
             if name in self.names:
                 name = self.names[name]
@@ -489,15 +335,15 @@ class _Merging:
         self.base = ChainMap(cast("dict[str, Any]", replaced), cast("dict[str, Any]", self.base))
         return made
 
-    def _named(self) -> Iterator[tuple[str, _Pair]]:
+    def _named(self) -> Iterator[tuple[str, Pair]]:
         """Each pair with the name of the tensor that it adapts."""
         for pairs in grouped_by(self.adapter.pairs, lambda pair: pair.module).values():
             for pair, parameter in self._assigned(pairs):
                 yield self.names[self.rename(f"{pair.module}.{parameter}")], pair
 
-    def _assigned(self, pairs: list[_Pair]) -> list[tuple[_Pair, str]]:
+    def _assigned(self, pairs: list[Pair]) -> list[tuple[Pair, str]]:
         """Each pair of a module with the parameter that it adapts: names do not say it, shapes do."""
-        open_, found = list(pairs[0].parameters), list[tuple[_Pair, str]]()
+        open_, found = list(pairs[0].parameters), list[tuple[Pair, str]]()
         if len(open_) == len(pairs) == 1:
             return [(pairs[0], open_[0])]
         for pair in pairs:
@@ -507,17 +353,17 @@ class _Merging:
                     pair.module,
                     f"one of {listed(pair.parameters)} that fits {list(pair.b.shape)} @ {list(pair.a.shape)}",
                     listed(fitting) if fitting else "none",
-                    _PEFT,
+                    PEFT,
                 )
             open_.remove(fitting[0])
             found.append((pair, fitting[0]))
         return found
 
-    def _shape(self, pair: _Pair, parameter: str = "weight") -> tuple[int, ...]:
+    def _shape(self, pair: Pair, parameter: str = "weight") -> tuple[int, ...]:
         return tuple(np.shape(self.base[self.names[self.rename(f"{pair.module}.{parameter}")]]))
 
     @staticmethod
-    def _experts(pair: _Pair, shape: tuple[int, ...]) -> bool | None:
+    def _experts(pair: Pair, shape: tuple[int, ...]) -> bool | None:
         """Whether experts are stored as (experts, in, out) rather than (experts, out, in); None if they do not fit."""
         count, ends = pair.a.shape[0] // pair.rank, (pair.b.shape[0], pair.a.shape[1])
         if len(shape) != 3 or shape[0] != count or shape[1:] not in (ends, ends[::-1]):
@@ -537,15 +383,15 @@ class _Merging:
             elif (shape := self._shape(pair)) in (ends, ends[::-1]):
                 seen.add(shape == ends[::-1])
         if square and len(seen) > 1:
-            self._reject(square, "all matrices as (out, in) or all as (in, out)", "both, and this one is square", _PEFT)
+            self._reject(square, "all matrices as (out, in) or all as (in, out)", "both, and this one is square", PEFT)
         return next(iter(seen)) if seen else bool(self.adapter.config.get("fan_in_fan_out"))
 
-    def _merged(self, name: str, pair: _Pair, fan_in_first: bool) -> Callable[[], LazyTensor]:
+    def _merged(self, name: str, pair: Pair, fan_in_first: bool) -> Callable[[], LazyTensor]:
         """Checks a pair against its base, and returns a function that makes the merged tensor."""
         shape, factor, magnitude = tuple(np.shape(self.base[name])), self.scale * pair.scale, pair.magnitude
         if len(shape) == 3 and pair.parameters != ("weight",) and (swapped := self._experts(pair, shape)) is not None:
             if shape[1] == shape[2]:
-                self._reject(name, "experts whose inputs and outputs differ in number", str(list(shape)), _PEFT)
+                self._reject(name, "experts whose inputs and outputs differ in number", str(list(shape)), PEFT)
             return lambda: self._stacked(name, pair, factor, swapped)
         left, right, flipped = self._factors(name, pair, fan_in_first)
         axis = int(flipped)
@@ -562,7 +408,7 @@ class _Merging:
 
         return make
 
-    def _factors(self, name: str, pair: _Pair, fan_in_first: bool) -> tuple[LazyTensor, LazyTensor, bool]:
+    def _factors(self, name: str, pair: Pair, fan_in_first: bool) -> tuple[LazyTensor, LazyTensor, bool]:
         """The matrices whose product is added to a tensor, and whether that is stored as (in, out); checks shapes."""
         shape, a, b, flipped = tuple(np.shape(self.base[name])), pair.a, pair.b, pair.is_embedding
         if pair.is_embedding:
@@ -585,7 +431,7 @@ class _Merging:
             )
         return left, right, flipped
 
-    def _stacked(self, name: str, pair: _Pair, factor: float, swapped: bool) -> LazyTensor:
+    def _stacked(self, name: str, pair: Pair, factor: float, swapped: bool) -> LazyTensor:
         """Experts `(experts, out, in)`, or (in, out) if swapped; all of their A are one matrix, and all of their B."""
         tensor = self._floating(name)
         count = tensor.shape[0]
@@ -598,7 +444,7 @@ class _Merging:
             merged.append(LazyTensor(LowRankSum(tensor[expert], *sides, factor)).astype(tensor.dtype))
         return cast(LazyTensor, np.stack(cast(Any, merged)))
 
-    def _with_bias(self, pair: _Pair, bias: LazyTensor) -> dict[str, Callable[[], LazyTensor]]:
+    def _with_bias(self, pair: Pair, bias: LazyTensor) -> dict[str, Callable[[], LazyTensor]]:
         name = self.rename(f"{pair.module}.bias")
         if name not in self.names or tuple(np.shape(self.base[self.names[name]])) != bias.shape:
             found = str(list(np.shape(self.base[self.names[name]]))) if name in self.names else "none"
@@ -620,8 +466,3 @@ class _Merging:
                 name, "floating-point numbers", tensor.dtype.name, "open a checkpoint whose numbers are decoded"
             )
         return tensor
-
-
-def _bare(name: str) -> str:
-    """The base's name of a tensor that replaces it."""
-    return name.removeprefix(PREFIX).replace(".base_layer.", ".").replace(".modules_to_save.", ".")
