@@ -11,19 +11,21 @@ A merged tensor is lazy: only the boxes that are read are computed (`_tensors/lo
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import re
 from collections import ChainMap, Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import jax.numpy as jnp
 import numpy as np
 
-from lazymodel._adapters.peft import CONFIG, FILES, PEFT, Pair, bare_name, check_config, parse
+from lazymodel._adapters.names import BaseNames
+from lazymodel._adapters.peft import CONFIG, FILES, MLX, PEFT, Pair, bare_name, check_config, of_mlx, parse
 from lazymodel._devices.collective import opening
-from lazymodel._errors import CheckpointError
+from lazymodel._errors import CheckpointError, warn
 from lazymodel._mapping.match import described, given_checkpoint
 from lazymodel._mapping.pairs import LowRank
 from lazymodel._show.text import closest, grouped_by, listed, plural
@@ -34,7 +36,8 @@ from lazymodel.checkpoints._open import located, open_located
 from lazymodel.checkpoints._untrusted import read_json_file
 
 _MERGE = "merge it instead: lm.merge(checkpoint, adapter)"
-_NUMBER = re.compile(r"(?:^|\.)\d+(?:\.|$)")
+# Of language models; other models have embeddings of other names, or no output projection.
+_EMBEDDING = re.compile(r"(?:.*\.)?(?:embed_tokens|embed_in|shared|wte)\.weight|transformer\.word_embeddings\.weight")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -73,6 +76,7 @@ class Adapter:
     config: Mapping[str, Any]
     source: Checkpoint = dataclasses.field(compare=False)
     pairs: tuple[Pair, ...] = dataclasses.field(compare=False)
+    tokens: Mapping[str, tuple[list[int], LazyTensor]] = dataclasses.field(compare=False)
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -124,13 +128,16 @@ def open_adapter(path: str | os.PathLike[str], storage_options: Mapping[str, Any
         if not (folder / CONFIG).exists():
             raise CheckpointError(f"{folder}: expected {CONFIG} of a PEFT adapter, found none{_others(folder)}")
         config = read_json_file(folder / CONFIG)
-        file = next((folder / name for name in FILES if (folder / name).exists()), None)
+        file = next((folder / name for name in (*FILES, MLX) if (folder / name).exists()), None)
         if file is None:
             raise CheckpointError(f"{folder}: expected {FILES[0]} next to {CONFIG}, found none; download it as well")
-        check_config(config, str(folder / CONFIG))
         source = open_located(file, as_stored=True)
         try:
-            pairs, replaced = parse(source, config)
+            tensors: Mapping[str, LazyTensor] = source
+            if file.name == MLX:
+                tensors, config = of_mlx(source, config, str(folder / CONFIG))
+            check_config(config, str(folder / CONFIG))
+            pairs, replaced, tokens = parse(tensors, source.path, config)
         except BaseException:
             source.close()
             raise
@@ -147,6 +154,7 @@ def open_adapter(path: str | os.PathLike[str], storage_options: Mapping[str, Any
         config,
         source,
         pairs,
+        tokens,
     )
 
 
@@ -186,6 +194,11 @@ class MergedCheckpoint(Checkpoint):
         if isinstance(self._base, Checkpoint) and name not in self._made:
             return self._base.describe(name)
         return super().describe(name)
+
+    @property
+    def changed(self) -> list[str]:
+        """The names of tensors that are not the base's."""
+        return list(self._made)
 
     @property
     def files(self) -> list[str]:
@@ -233,82 +246,110 @@ def merge(checkpoint: Any, adapter: Adapter, scale: float = 1.0) -> Checkpoint:
     if not math.isfinite(scale):
         raise CheckpointError(f"{adapter.path}: expected a finite scale, found {scale!r}; 1.0 merges it as trained")
     merging = _Merging(base, adapter, float(scale))
-    return MergedCheckpoint(base, adapter, merging.made())
+    return MergedCheckpoint(base, adapter, merging.merged())
 
 
 class _Merging:
     """Finds the tensors of a base that an adapter changes, and checks their shapes."""
 
     def __init__(self, base: Mapping[str, Any], adapter: Adapter, scale: float) -> None:
-        self.base, self.adapter, self.scale = base, adapter, scale
-        self.names = {name.replace("/", "."): name for name in base}
-        self.rename = self._renamed()
+        self.adapter, self.scale = adapter, scale
+        self.base: ChainMap[str, Any] = ChainMap({}, cast("dict[str, Any]", base))  # first what is replaced or joined
+        self.index = BaseNames(base)
+        self.made: dict[str, Callable[[], LazyTensor]] = {}
+        self.pairs = list(adapter.pairs)
+        self.replaced = {bare_name(name): adapter.source[name] for name in adapter.replaced}
+        self._untie()
+        required = [f"{pair.module}.{parameter}" for pair in self.pairs for parameter in pair.parameters]
+        required += [f"{module}.weight" for module in adapter.tokens]
+        self.found = self.index.find(required, self.replaced, self._reject)
+        for name, experts in self.index.fused.items():
+            if name in self.found.values() and name not in base:
+                joined = [np.concatenate([lazy(base[part], part) for part in parts]) for parts in experts]
+                self.base[name] = np.stack(joined)
+        self._replace()
 
-    def _renamed(self) -> Callable[[str], str]:
-        """Finds what is removed from the beginning of the adapter's names, or added there, so that all are found."""
-        required = [f"{pair.module}.{parameter}" for pair in self.adapter.pairs for parameter in pair.parameters]
-        required = required or [bare_name(name) for name in self.adapter.replaced]
-
-        def renaming(removed: str, added: str) -> Callable[[str], str]:
-            def rename(name: str) -> str:
-                changed = added + name.removeprefix(removed) if name.startswith(removed) else name
-                return changed if changed in self.names or name not in self.names else name
-
-            return rename
-
-        def missing(rename: Callable[[str], str]) -> list[str]:
-            if len({rename(name) for name in required}) < len(set(required)):
-                return required  # two of them would be one
-            return [name for name in required if rename(name) not in self.names]
-
-        same = renaming("", "")
-        if not (lacking := missing(same)):
-            return same
-        # A number states which layer it is: neither a number nor the word before it is removed, and no number is added.
-        first = next((name for name in required if _NUMBER.search(name)), required[0])
-        words = first.split(".")
-        count_of_prefix = next((index - 1 for index, word in enumerate(words) if word.isdecimal()), len(words) - 2)
-        for count in range(count_of_prefix + 1):
-            removed, rest = ".".join(words[:count]), ".".join(words[count:])
-            begins = [name.removesuffix(rest) for name in self.names if name == rest or name.endswith(f".{rest}")]
-            begins = [begin for begin in begins if not _NUMBER.search(begin)]
-            removed = f"{removed}." if removed else ""
-            fitting = [begin for begin in begins if not missing(renaming(removed, begin))]
-            if len(fitting) == 1:
-                return renaming(removed, fitting[0])
-            if fitting:
-                self._reject(
-                    first,
-                    "one tensor of this name",
-                    listed(repr(begin + rest) for begin in fitting),
-                    "merge into a checkpoint with the part that is meant",
-                )
-        found = f"none for {len(lacking)} of {len(required)}{closest(lacking[0], self.names)}"
-        stated = f"; it was trained for {self.adapter.base}" if self.adapter.base else ""
-        self._reject(
-            lacking[0],
-            f"this tensor in {described(self.base)}",
-            found,
-            f"open the checkpoint of the adapter's base model, and merge before mapping{stated}",
-        )
-        raise AssertionError
-
-    def _reject(self, name: str, expected: str, found: str, fix: str) -> None:
+    def _reject(self, name: str, expected: str = "", found: str = "", fix: str = "") -> NoReturn:
+        if not expected:
+            stated = f" ({self.adapter.base})" if self.adapter.base else ""
+            expected, found = (
+                f"this tensor in {described(self.base.maps[-1])}",
+                f"none{closest(name, self.index.names)}",
+            )
+            fix = (
+                f"open the checkpoint of the adapter's base model{stated}, and merge before mapping. If it is that, "
+                "its files have other names than the model: save it with transformers, `save_pretrained(folder, "
+                "save_original_format=False)`"
+            )
         raise CheckpointError(f"adapter {self.adapter.path}: {name!r}: expected {expected}, found {found}; {fix}")
 
-    def made(self) -> dict[str, Callable[[], LazyTensor]]:
+    def _untie(self) -> None:
+        """An adapter that changes only one of two tied embeddings unties them, as in the model that was trained."""
+        config = self.adapter.config
+        embedding = next(filter(_EMBEDDING.fullmatch, self.index.names), "")
+        if not embedding:
+            return
+        ours, head = embedding.split(".")[-2], "embed_out" if "embed_in" in embedding else "lm_head"
+        saved = {str(name).rpartition(".")[2] for name in config.get("modules_to_save") or []}
+        changed = {pair.module.rpartition(".")[2] for pair in self.pairs} | saved
+        there = next((name for name in self.index.names if f".{name}".endswith(f".{head}.weight")), "")
+        kind = f"{config.get('task_type') or ''}{(config.get('auto_mapping') or {}).get('base_model_class', '')}"
+        has_head = head in changed or not kind or re.search("LM|Generation", kind)
+        if ours == "shared" and ours in changed:
+            changed.remove(ours)
+            self._leave_out(ours)
+            warn(
+                f"adapter {self.adapter.path}: leaves {embedding!r} as it is: PEFT trained a copy of it that its model "
+                "does not compute with, as encoder and decoder have their own. Name embed_tokens to train these"
+            )
+        if config.get("ensure_weight_tying") or not changed & {ours, head} or not has_head:
+            if not there:  # its head is the embedding's
+                self._leave_out(head)
+            return
+        name = there or f"{'language_model.' * embedding.startswith('language_model.')}{head}.weight"
+        stored = self.index.names.setdefault(name, name)
+        if not there:
+            self.base[stored] = self.base[self.index.names[embedding]]
+            warn(
+                f"adapter {self.adapter.path}: the base ties {embedding!r} and the output projection, and the adapter "
+                f"changes them apart: the merged checkpoint also has {name!r}, as the model that was trained. Load it "
+                'into a model that does not tie them, with "tie_word_embeddings": false in config.json'
+            )
+        self.made[stored] = lambda: lazy(self.base[stored], stored)
+
+    def _leave_out(self, word: str) -> None:
+        self.pairs = [pair for pair in self.pairs if pair.module.rpartition(".")[2] != word]
+        self.replaced = {name: value for name, value in self.replaced.items() if f".{word}." not in f".{name}"}
+
+    def _name(self, found: str) -> str:
+        """The base's name of a tensor of the adapter."""
+        return self.index.names[self.found[found]]
+
+    def merged(self) -> dict[str, Callable[[], LazyTensor]]:
         """Tensors by name, to be made when they are looked up."""
-        made = self._replaced()
         fan_in_first = self._orientation()
         for name, pair in self._named():
-            made[name] = self._merged(name, pair, fan_in_first)
+            make = self._merged(name, pair, fan_in_first)
+            self.made |= self._parts(name, make) if name in self.index.fused else {name: make}
             if pair.bias is not None:
-                made |= self._with_bias(pair, pair.bias)
+                self.made |= self._with_bias(pair, pair.bias)
+        return self.made
+
+    def _parts(self, name: str, make: Callable[[], LazyTensor]) -> dict[str, Callable[[], LazyTensor]]:
+        """The parts of fused experts; the whole itself if the base has that."""
+        if name in self.base.maps[-1]:
+            return {name: make}
+        whole, made = functools.cache(make), dict[str, Callable[[], LazyTensor]]()
+        for expert, parts in enumerate(self.index.fused[name]):
+            start = 0
+            for part in parts:
+                rows = slice(start, start := start + np.shape(self.base[part])[0])
+                made[part] = lambda index=(expert, rows): whole()[index]
         return made
 
     def kept(self) -> tuple[dict[str, Callable[[], LazyTensor]], dict[str, LowRank]]:
-        """Like `made` without the products, which are returned by name. Biases are merged."""
-        made, added = self._replaced(), dict[str, LowRank]()
+        """Like `merged` without the products, which are returned by name. Biases are merged."""
+        added = dict[str, LowRank]()
         fan_in_first = self._orientation()
         for name, pair in self._named():
             what = "DoRA" if pair.magnitude is not None else "experts" if pair.parameters != ("weight",) else ""
@@ -318,36 +359,46 @@ class _Merging:
             a, b = (left, right.T) if flipped else (right.T, left)
             added[name] = LowRank(a, b, pair.scale, flipped, tuple(np.shape(self.base[name])))
             if pair.bias is not None:
-                made |= self._with_bias(pair, pair.bias)
-        return made, added
+                self.made |= self._with_bias(pair, pair.bias)
+        return self.made, added
 
-    def _replaced(self) -> dict[str, Callable[[], LazyTensor]]:
-        """The tensors that replace those of the base, in which later steps find them."""
-        made: dict[str, Callable[[], LazyTensor]] = {}
-        replaced: dict[str, LazyTensor] = {}
-        for stored in self.adapter.replaced:
-            name = self.rename(bare_name(stored))
-            tensor = self.adapter.source[stored]
-            if name in self.names:
-                name = self.names[name]
-                tensor = tensor.astype(lazy(self.base[name], name).dtype)
-            replaced[name], made[name] = tensor, lambda tensor=tensor: tensor
-        self.base = ChainMap(cast("dict[str, Any]", replaced), cast("dict[str, Any]", self.base))
-        return made
+    def _replace(self) -> None:
+        """Adds the tensors, and rows of tensors, that replace those of the base; later steps find them in it."""
+        for stored, tensor in self.replaced.items():
+            name = stored
+            if stored in self.found:
+                name = self._name(stored)
+                tensor = tensor.rounded(lazy(self.base[name], name).dtype)
+            self.base[name], self.made[name] = tensor, lambda tensor=tensor: tensor
+        for module, (rows, values) in self.adapter.tokens.items():
+            name = self._name(f"{module}.weight")
+            tensor = self._floating(name)
+            if not all(type(row) is int and 0 <= row < len(tensor) for row in rows) or len({*rows}) < len(rows):
+                self._reject(name, f"different rows below {len(tensor)} as trainable_token_indices", repr(rows), PEFT)
+            if values.shape != (len(rows), *tensor.shape[1:]):
+                expected = f"values {[len(rows), *tensor.shape[1:]]} for the rows of trainable_token_indices"
+                self._reject(name, expected, str(list(values.shape)), "the adapter is corrupt")
+            pieces: list[LazyTensor] = []
+            start = 0
+            for row, number in sorted(zip(rows, range(len(rows)), strict=True)):
+                pieces += [tensor[start:row], values[number : number + 1].rounded(tensor.dtype)]
+                start = row + 1
+            joined = cast(LazyTensor, np.concatenate(cast(Any, [*pieces, tensor[start:]])))
+            self.base[name], self.made[name] = joined, lambda joined=joined: joined
 
     def _named(self) -> Iterator[tuple[str, Pair]]:
         """Each pair with the name of the tensor that it adapts."""
-        for pairs in grouped_by(self.adapter.pairs, lambda pair: pair.module).values():
+        for pairs in grouped_by(self.pairs, lambda pair: pair.module).values():
             for pair, parameter in self._assigned(pairs):
-                yield self.names[self.rename(f"{pair.module}.{parameter}")], pair
+                yield self._name(f"{pair.module}.{parameter}"), pair
 
     def _assigned(self, pairs: list[Pair]) -> list[tuple[Pair, str]]:
         """Each pair of a module with the parameter that it adapts: names do not say it, shapes do."""
-        open_, found = list(pairs[0].parameters), list[tuple[Pair, str]]()
-        if len(open_) == len(pairs) == 1:
-            return [(pairs[0], open_[0])]
+        found: list[tuple[Pair, str]] = []
         for pair in pairs:
-            fitting = [each for each in open_ if self._experts(pair, self._shape(pair, each)) is not None]
+            fitting = [each for each in pair.parameters if each not in {taken for _, taken in found}]
+            if len(pair.parameters) > 1:
+                fitting = [each for each in fitting if self._experts(pair, self._shape(pair, each)) is not None]
             if len(fitting) != 1:
                 self._reject(
                     pair.module,
@@ -355,12 +406,11 @@ class _Merging:
                     listed(fitting) if fitting else "none",
                     PEFT,
                 )
-            open_.remove(fitting[0])
             found.append((pair, fitting[0]))
         return found
 
     def _shape(self, pair: Pair, parameter: str = "weight") -> tuple[int, ...]:
-        return tuple(np.shape(self.base[self.names[self.rename(f"{pair.module}.{parameter}")]]))
+        return tuple(np.shape(self.base[self._name(f"{pair.module}.{parameter}")]))
 
     @staticmethod
     def _experts(pair: Pair, shape: tuple[int, ...]) -> bool | None:
@@ -371,10 +421,13 @@ class _Merging:
         return shape[1:] != ends
 
     def _orientation(self) -> bool:
-        """Whether square matrices are stored as (in, out): as the others are, by default as the configuration says."""
+        """Whether square matrices are stored as (in, out): as the others are, by default as the configuration says.
+
+        Others are those that are adapted, or else those of the same layer, if their biases show it.
+        """
         seen: set[bool] = set()
         square = ""
-        for pair in self.adapter.pairs:
+        for pair in self.pairs:
             ends = (pair.b.shape[0], pair.a.shape[1])
             if pair.is_embedding or pair.a.ndim > 2 or pair.parameters != ("weight",):
                 continue
@@ -384,13 +437,21 @@ class _Merging:
                 seen.add(shape == ends[::-1])
         if square and len(seen) > 1:
             self._reject(square, "all matrices as (out, in) or all as (in, out)", "both, and this one is square", PEFT)
-        return next(iter(seen)) if seen else bool(self.adapter.config.get("fan_in_fan_out"))
+        if square and not seen:
+            layer = re.match(r"(?:.*?\.)??\d+\.|", self._name(f"{square}.weight"))
+            for name in self.base:
+                bias = f"{name.removesuffix('weight')}bias"
+                if layer and name.startswith(layer[0]) and name.endswith("weight") and bias in self.base:
+                    shape, outputs = (np.shape(self.base[each]) for each in (name, bias))
+                    if len(shape) == 2 and shape[0] != shape[1] and len(outputs) == 1:
+                        seen.add(shape[1] == outputs[0])
+        return seen.pop() if len(seen) == 1 else bool(self.adapter.config.get("fan_in_fan_out"))
 
     def _merged(self, name: str, pair: Pair, fan_in_first: bool) -> Callable[[], LazyTensor]:
         """Checks a pair against its base, and returns a function that makes the merged tensor."""
         shape, factor, magnitude = tuple(np.shape(self.base[name])), self.scale * pair.scale, pair.magnitude
         if len(shape) == 3 and pair.parameters != ("weight",) and (swapped := self._experts(pair, shape)) is not None:
-            if shape[1] == shape[2]:
+            if shape[1] == shape[2] and name not in self.index.fused:  # whose parts are stored as (out, in)
                 self._reject(name, "experts whose inputs and outputs differ in number", str(list(shape)), PEFT)
             return lambda: self._stacked(name, pair, factor, swapped)
         left, right, flipped = self._factors(name, pair, fan_in_first)
@@ -402,9 +463,9 @@ class _Merging:
                 self._reject(name, f"{count} magnitudes", str(magnitude.shape[0]), "the adapter is corrupt")
 
         def make() -> LazyTensor:
-            matrix = tensor.reshape(shape[0], -1)
+            matrix = tensor.before_rounding()[0].reshape(shape[0], -1)
             summed = LazyTensor(LowRankSum(matrix, left, right, factor, magnitude, axis))
-            return summed.astype(tensor.dtype).reshape(shape)
+            return summed.rounded(tensor.dtype).reshape(shape)
 
         return make
 
@@ -434,28 +495,30 @@ class _Merging:
     def _stacked(self, name: str, pair: Pair, factor: float, swapped: bool) -> LazyTensor:
         """Experts `(experts, out, in)`, or (in, out) if swapped; all of their A are one matrix, and all of their B."""
         tensor = self._floating(name)
-        count = tensor.shape[0]
+        count, exact = tensor.shape[0], tensor.before_rounding()[0]
         a = pair.a.reshape(count, pair.rank, -1)
         b = pair.b.reshape(pair.b.shape[0], pair.rank, count)
         merged: list[LazyTensor] = []
         for expert in range(count):
             left, right = b[:, :, expert], a[expert]
             sides = (right.T, left.T) if swapped else (left, right)
-            merged.append(LazyTensor(LowRankSum(tensor[expert], *sides, factor)).astype(tensor.dtype))
-        return cast(LazyTensor, np.stack(cast(Any, merged)))
+            merged.append(LazyTensor(LowRankSum(exact[expert], *sides, factor)))
+        return cast(LazyTensor, np.stack(cast(Any, merged))).rounded(tensor.dtype)
 
     def _with_bias(self, pair: Pair, bias: LazyTensor) -> dict[str, Callable[[], LazyTensor]]:
-        name = self.rename(f"{pair.module}.bias")
-        if name not in self.names or tuple(np.shape(self.base[self.names[name]])) != bias.shape:
-            found = str(list(np.shape(self.base[self.names[name]]))) if name in self.names else "none"
+        names, name = self.index.names, f"{self.found[f'{pair.module}.weight'].removesuffix('weight')}bias"
+        shape = tuple(np.shape(self.base[names[name]])) if name in names else None
+        if shape != bias.shape:
+            found = "none" if shape is None else str(list(shape))
             self._reject(name, f"a bias of shape {list(bias.shape)}", found, "open the adapter's base model")
-        name = self.names[name]
+        name = names[name]
         tensor = self._floating(name)
 
         def make() -> LazyTensor:
             one = lazy(np.ones((1, 1), np.float32))
-            summed = LazyTensor(LowRankSum(tensor[:, None], bias[:, None], one, self.scale * pair.scale))
-            return summed.astype(tensor.dtype).reshape(-1)
+            column = tensor.before_rounding()[0][:, None]
+            summed = LazyTensor(LowRankSum(column, bias[:, None], one, self.scale * pair.scale))
+            return summed.rounded(tensor.dtype).reshape(-1)
 
         return {name: make}
 
