@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from lazymodel._errors import CheckpointError
 from lazymodel._show.text import grouped_by, listed, plural
@@ -87,7 +87,7 @@ def check_config(config: Mapping[str, Any], file: str) -> None:
             )
 
 
-def _is_finite(value: Any) -> bool:
+def _is_finite(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
