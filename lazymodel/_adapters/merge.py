@@ -263,10 +263,6 @@ class _Merging:
         required = [f"{pair.module}.{parameter}" for pair in self.pairs for parameter in pair.parameters]
         required += [f"{module}.weight" for module in adapter.tokens]
         self.found = self.index.find(required, self.replaced, self._reject)
-        for name, experts in self.index.fused.items():
-            if name in self.found.values() and name not in base:
-                joined = [np.concatenate([lazy(base[part], part) for part in parts]) for parts in experts]
-                self.base[name] = np.stack(joined)
         self._replace()
 
     def _reject(self, name: str, expected: str = "", found: str = "", fix: str = "") -> NoReturn:
@@ -294,7 +290,7 @@ class _Merging:
         changed = {pair.module.rpartition(".")[2] for pair in self.pairs} | saved
         there = next((name for name in self.index.names if f".{name}".endswith(f".{head}.weight")), "")
         kind = f"{config.get('task_type') or ''}{(config.get('auto_mapping') or {}).get('base_model_class', '')}"
-        has_head = head in changed or not kind or re.search("LM|Generation", kind)
+        has_head = head in changed or re.search("LM|Generation", kind)
         if ours == "shared" and ours in changed:
             changed.remove(ours)
             self._leave_out(ours)
@@ -329,22 +325,30 @@ class _Merging:
         """Tensors by name, to be made when they are looked up."""
         fan_in_first = self._orientation()
         for name, pair in self._named():
-            make = self._merged(name, pair, fan_in_first)
-            self.made |= self._parts(name, make) if name in self.index.fused else {name: make}
+            if name in self.base:
+                self.made[name] = self._merged(name, pair, fan_in_first)
+            else:
+                self.made |= self._parts(name, pair)
             if pair.bias is not None:
                 self.made |= self._with_bias(pair, pair.bias)
         return self.made
 
-    def _parts(self, name: str, make: Callable[[], LazyTensor]) -> dict[str, Callable[[], LazyTensor]]:
-        """The parts of fused experts; the whole itself if the base has that."""
-        if name in self.base.maps[-1]:
-            return {name: make}
-        whole, made = functools.cache(make), dict[str, Callable[[], LazyTensor]]()
-        for expert, parts in enumerate(self.index.fused[name]):
+    def _parts(self, name: str, pair: Pair) -> dict[str, Callable[[], LazyTensor]]:
+        """The parts of fused experts, (out, in), each with its rows of the update."""
+        experts = self.index.fused[name]
+        shape, factor = self._shape_of(name), self.scale * pair.scale
+        if self._experts(pair, shape) is not False:
+            found = f"parts of {list(shape)}"
+            self._reject(name, f"a product {list(pair.b.shape)} @ {list(pair.a.shape)} for each expert", found, PEFT)
+        a, b = self._by_expert(pair, len(experts))
+        made: dict[str, Callable[[], LazyTensor]] = {}
+        for expert, parts in enumerate(experts):
             start = 0
             for part in parts:
-                rows = slice(start, start := start + np.shape(self.base[part])[0])
-                made[part] = lambda index=(expert, rows): whole()[index]
+                tensor = self._floating(part)
+                rows = slice(start, start := start + len(tensor))
+                sides = b[rows, :, expert], a[expert]
+                made[part] = functools.partial(_sum, tensor, *sides, factor)
         return made
 
     def kept(self) -> tuple[dict[str, Callable[[], LazyTensor]], dict[str, LowRank]]:
@@ -410,7 +414,14 @@ class _Merging:
         return found
 
     def _shape(self, pair: Pair, parameter: str = "weight") -> tuple[int, ...]:
-        return tuple(np.shape(self.base[self._name(f"{pair.module}.{parameter}")]))
+        return self._shape_of(self._name(f"{pair.module}.{parameter}"))
+
+    def _shape_of(self, name: str) -> tuple[int, ...]:
+        if name in self.base:
+            return tuple(np.shape(self.base[name]))
+        experts = self.index.fused[name]
+        shapes = [np.shape(self.base[part]) for part in experts[0]]
+        return len(experts), sum(shape[0] for shape in shapes), *shapes[0][1:]
 
     @staticmethod
     def _experts(pair: Pair, shape: tuple[int, ...]) -> bool | None:
@@ -451,7 +462,7 @@ class _Merging:
         """Checks a pair against its base, and returns a function that makes the merged tensor."""
         shape, factor, magnitude = tuple(np.shape(self.base[name])), self.scale * pair.scale, pair.magnitude
         if len(shape) == 3 and pair.parameters != ("weight",) and (swapped := self._experts(pair, shape)) is not None:
-            if shape[1] == shape[2] and name not in self.index.fused:  # whose parts are stored as (out, in)
+            if shape[1] == shape[2]:
                 self._reject(name, "experts whose inputs and outputs differ in number", str(list(shape)), PEFT)
             return lambda: self._stacked(name, pair, factor, swapped)
         left, right, flipped = self._factors(name, pair, fan_in_first)
@@ -463,9 +474,7 @@ class _Merging:
                 self._reject(name, f"{count} magnitudes", str(magnitude.shape[0]), "the adapter is corrupt")
 
         def make() -> LazyTensor:
-            matrix = tensor.before_rounding()[0].reshape(shape[0], -1)
-            summed = LazyTensor(LowRankSum(matrix, left, right, factor, magnitude, axis))
-            return summed.rounded(tensor.dtype).reshape(shape)
+            return _sum(tensor.reshape(shape[0], -1), left, right, factor, magnitude, axis).reshape(shape)
 
         return make
 
@@ -493,17 +502,20 @@ class _Merging:
         return left, right, flipped
 
     def _stacked(self, name: str, pair: Pair, factor: float, swapped: bool) -> LazyTensor:
-        """Experts `(experts, out, in)`, or (in, out) if swapped; all of their A are one matrix, and all of their B."""
+        """Experts `(experts, out, in)`, or (in, out) if swapped."""
         tensor = self._floating(name)
-        count, exact = tensor.shape[0], tensor.before_rounding()[0]
-        a = pair.a.reshape(count, pair.rank, -1)
-        b = pair.b.reshape(pair.b.shape[0], pair.rank, count)
+        a, b = self._by_expert(pair, len(tensor))
         merged: list[LazyTensor] = []
-        for expert in range(count):
+        for expert, base in enumerate(tensor):
             left, right = b[:, :, expert], a[expert]
             sides = (right.T, left.T) if swapped else (left, right)
-            merged.append(LazyTensor(LowRankSum(exact[expert], *sides, factor)))
-        return cast(LazyTensor, np.stack(cast(Any, merged))).rounded(tensor.dtype)
+            merged.append(_sum(base, *sides, factor))
+        return cast(LazyTensor, np.stack(cast(Any, merged)))
+
+    @staticmethod
+    def _by_expert(pair: Pair, count: int) -> tuple[LazyTensor, LazyTensor]:
+        """A `(experts, rank, in)` and B `(out, rank, experts)`: in the file they are one matrix each."""
+        return pair.a.reshape(count, pair.rank, -1), pair.b.reshape(pair.b.shape[0], pair.rank, count)
 
     def _with_bias(self, pair: Pair, bias: LazyTensor) -> dict[str, Callable[[], LazyTensor]]:
         names, name = self.index.names, f"{self.found[f'{pair.module}.weight'].removesuffix('weight')}bias"
@@ -516,9 +528,7 @@ class _Merging:
 
         def make() -> LazyTensor:
             one = lazy(np.ones((1, 1), np.float32))
-            column = tensor.before_rounding()[0][:, None]
-            summed = LazyTensor(LowRankSum(column, bias[:, None], one, self.scale * pair.scale))
-            return summed.rounded(tensor.dtype).reshape(-1)
+            return _sum(tensor[:, None], bias[:, None], one, self.scale * pair.scale).reshape(-1)
 
         return {name: make}
 
@@ -529,3 +539,8 @@ class _Merging:
                 name, "floating-point numbers", tensor.dtype.name, "open a checkpoint whose numbers are decoded"
             )
         return tensor
+
+
+def _sum(tensor: LazyTensor, left: LazyTensor, right: LazyTensor, scale: float, *norms: Any) -> LazyTensor:
+    """`tensor + scale * left @ right`, a matrix, rounded to the dtype in which it is read."""
+    return LazyTensor(LowRankSum(tensor.before_rounding()[0], left, right, scale, *norms)).rounded(tensor.dtype)

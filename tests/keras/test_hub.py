@@ -343,7 +343,7 @@ def test_what_an_adapter_changes_is_not_lost(tmp_path: Path, saved: str) -> None
     head = np.random.default_rng(0).standard_normal((64, 32)).astype(np.float32)
     (tmp_path / "adapter").mkdir()
     lm.save({f"base_model.model.{name}.weight": head}, tmp_path / "adapter" / "adapter_model.safetensors")
-    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "modules_to_save": [saved]}
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "modules_to_save": [saved], "task_type": "CAUSAL_LM"}
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
 
     def load() -> Any:

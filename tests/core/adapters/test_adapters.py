@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 
 import lazymodel as lm
+from lazymodel._tensors.buffers import Convert
 from tests.command import command
 from tests.core.checkpoints._formats import torch_file
 from tests.private_memory import Peak
@@ -166,6 +167,20 @@ def test_merged_values_are_the_sum_rounded_once(folder: Path, dtype: Any, scale:
         total = weight.astype(np.float32) + product(tensors, f"model.layers.0.{name}", 2.0 * scale)
         near(merged[f"model.layers.0.{name}.weight"], total.astype(dtype))
     np.testing.assert_array_equal(merged["norm.weight"], base["norm.weight"])
+
+
+def test_a_part_that_is_released_leaves_the_others_as_they_are(tmp_path: Path) -> None:
+    base, tensors = {"w.weight": random(1024, 2048)}, pair("w", 1024, 2048)
+    tensors[f"{PREFIX}w.lora_magnitude_vector"] = np.abs(random(1024))
+    merged = lm.merge(base, lm.open_adapter(write(tmp_path / "a", tensors, use_dora=True)))["w.weight"]
+
+    def release(values: np.ndarray) -> np.ndarray:
+        for source in (merged.source, *(piece.source for piece in getattr(merged.source, "pieces", ()))):
+            source.release()
+        return values
+
+    steps = (Convert(np.dtype(np.float32), function=release),)
+    np.testing.assert_array_equal(merged.converted(steps).read(), merged.read())
 
 
 @pytest.mark.parametrize("rank", [1, 16, 300])

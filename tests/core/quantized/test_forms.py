@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
+from lazymodel._tensors.buffers import Convert
 from lazymodel.checkpoints import SafetensorsFile
 from tests import quantized
 from tests.quantized import FORMS, Tensors, write_folder
@@ -277,3 +278,17 @@ def test_four_bits_that_were_merged_are_of_the_model_s_dtype(tmp_path: Path) -> 
     with lm.open_checkpoint(write_folder(tmp_path / "a", quantized.settings(form), stored)) as checkpoint:
         same(checkpoint[NAME].read(), plain[NAME].astype(form.dtype))
         same(checkpoint[NAME].astype(np.float32).read(), plain[NAME])
+
+
+def test_a_part_that_is_released_leaves_the_others_as_they_are(tmp_path: Path) -> None:
+    """Two variables may have parts of one tensor; a load releases it after each, while it reads the other."""
+    form, shape = FORMS["gptq-order"], (1024, 2048)
+    stored, plain = quantized.quantized(form, {NAME: np.zeros(shape, np.float32)}, lambda _: True)
+    with lm.open_checkpoint(write_folder(tmp_path / "a", quantized.settings(form), stored)) as checkpoint:
+        tensor = checkpoint[NAME]
+
+        def release(values: np.ndarray) -> np.ndarray:
+            tensor.source.release()
+            return values
+
+        same(tensor.converted((Convert(tensor.dtype, function=release),)).read(), plain[NAME])
