@@ -83,7 +83,7 @@ def check_config(config: Mapping[str, Any], file: str) -> None:
             numbers = False
         if not numbers:
             raise CheckpointError(
-                f"{file}: expected {name!r} of expressions and finite numbers, found {patterns!r}; it is corrupt"
+                f"{file}: expected {name!r} of regular expressions and numbers, found {patterns!r}; it is corrupt"
             )
 
 
