@@ -254,7 +254,7 @@ class _Merging:
 
     def __init__(self, base: Mapping[str, Any], adapter: Adapter, scale: float) -> None:
         self.adapter, self.scale = adapter, scale
-        self.base: ChainMap[str, Any] = ChainMap({}, cast("dict[str, Any]", base))  # first what is replaced or joined
+        self.base: ChainMap[str, Any] = ChainMap({}, cast("dict[str, Any]", base))  # first what is replaced
         self.index = BaseNames(base)
         self.made: dict[str, Callable[[], LazyTensor]] = {}
         self.pairs = list(adapter.pairs)
@@ -268,10 +268,8 @@ class _Merging:
     def _reject(self, name: str, expected: str = "", found: str = "", fix: str = "") -> NoReturn:
         if not expected:
             stated = f" ({self.adapter.base})" if self.adapter.base else ""
-            expected, found = (
-                f"this tensor in {described(self.base.maps[-1])}",
-                f"none{closest(name, self.index.names)}",
-            )
+            expected = f"this tensor in {described(self.base.maps[-1])}"
+            found = f"none{closest(name, self.index.names)}"
             fix = (
                 f"open the checkpoint of the adapter's base model{stated}, and merge before mapping. If it is that, "
                 "its files have other names than the model: save it with transformers, `save_pretrained(folder, "
@@ -282,9 +280,10 @@ class _Merging:
     def _untie(self) -> None:
         """An adapter that changes only one of two tied embeddings unties them, as in the model that was trained."""
         config = self.adapter.config
-        embedding = next(filter(_EMBEDDING.fullmatch, self.index.names), "")
-        if not embedding:
+        names = list(filter(_EMBEDDING.fullmatch, self.index.names))
+        if not names:
             return
+        embedding = next((name for name in names if name.endswith("shared.weight")), names[0])  # of its copies
         ours, head = embedding.split(".")[-2], "embed_out" if "embed_in" in embedding else "lm_head"
         saved = {str(name).rpartition(".")[2] for name in config.get("modules_to_save") or []}
         changed = {pair.module.rpartition(".")[2] for pair in self.pairs} | saved
