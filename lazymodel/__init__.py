@@ -31,7 +31,7 @@ if _typing.TYPE_CHECKING:
     from lazymodel import checkpoints as checkpoints
     from lazymodel import research
     from lazymodel._abstract.variable import AbstractVariable
-    from lazymodel._adapters import Adapter, merge, open_adapter
+    from lazymodel._adapters.merge import Adapter, merge, open_adapter
     from lazymodel._compile import Compile
     from lazymodel._devices.hardware import arithmetic_mesh, device_memory, topology
     from lazymodel._errors import (
@@ -75,7 +75,7 @@ __version__ = _VERSION
 
 _NAMES = {  # module: names that it has
     "lazymodel._abstract.variable": "AbstractVariable",
-    "lazymodel._adapters": "Adapter merge open_adapter",
+    "lazymodel._adapters.merge": "Adapter merge open_adapter",
     "lazymodel._compile": "Compile",
     "lazymodel._devices.hardware": "arithmetic_mesh device_memory topology",
     "lazymodel._errors": "CheckpointError DoesNotFitError LazyModelError LazyModelWarning ShardingError SyncError "

@@ -57,6 +57,7 @@ def _convert_model(
     to: str | None = None,
     dtype: str | None = None,
     quantize: str | None = None,
+    adapter: str | None = None,
     verify: bool = False,
     source_options: Mapping[str, Any] | None = None,
     **options: Any,
@@ -70,6 +71,7 @@ def _convert_model(
         to: As for `save_preset`, like further options; None means a preset.
         dtype: The dtype policy of the new model; None keeps that of the source.
         quantize: `"int8"` or `"int4"`, as Keras quantizes.
+        adapter: As for `abstract_from_preset`.
         verify: True reads everything back and compares it with the source. A Hugging Face folder is always verified:
             for some shapes, KerasHub's exporters write a layout from which its own importer, and transformers, read
             other values.
@@ -83,7 +85,7 @@ def _convert_model(
     if os.path.realpath(source) == os.path.realpath(destination):
         raise LazyModelError(f"{destination} is what is converted; convert to another path")
     given: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
-    abstract = abstract_from_preset(target, source, storage_options=source_options, **given)
+    abstract = abstract_from_preset(target, source, storage_options=source_options, adapter=adapter, **given)
     if quantize is not None:
         # Tokenizers are layers of a task that are never built, and Keras raises if it quantizes them.
         abstract = abstract.quantize(quantize, filters=lambda layer: layer.built)

@@ -246,6 +246,14 @@ def _indexed_names(files: Iterable[OpenedFile]) -> list[str]:
     return [name for index in indexes for name in weight_map(read_json_file(index), index)]
 
 
+def _lost(file: OpenedFile) -> list[str]:
+    """Messages about tensors that an adapter changes and nothing requested."""
+    names = [name for name in getattr(file.tensors, "changed", ()) if name not in file.requested]
+    untied = any(name.endswith(("lm_head.weight", "embed_out.weight")) for name in names)
+    fix = ', as its embeddings are tied: set "tie_word_embeddings" to false in config.json if this model can be untied'
+    return [f"an adapter changes {listed(names)}, which the model does not have{fix * untied}"] if names else []
+
+
 def check_all_used(recording: Recording, what: str, *, strict: bool) -> None:
     """Warns about tensors in weight files that nothing requested, or with `strict` raises CheckpointError.
 
@@ -256,6 +264,7 @@ def check_all_used(recording: Recording, what: str, *, strict: bool) -> None:
         raise CheckpointError(f"{what}: {'; '.join(quantized)}.")
     messages: list[str] = []
     for path, file in recording.files.items():
+        messages += _lost(file)
         if not path.endswith((".weights.h5", ".keras")):
             continue
         # If a layer took some of its tensors, it omitted the others on purpose: Keras' own loading requires all.

@@ -35,11 +35,13 @@ class Metadata:
     Attributes:
         file: The path of the file, for messages.
         architecture: llama.cpp's name of the architecture.
+        kind: `model`, or `adapter`.
     """
 
     def __init__(self, file: str, entries: Mapping[str, Any]) -> None:
         self.file, self._entries = file, entries
         self.architecture: str = self._checked(_ARCHITECTURE, str, _REQUIRED)
+        self.kind: str = self._checked("general.type", str, "model")
 
     def of_model(self, key: str, kind: type, default: Any = _REQUIRED) -> Any:
         """An entry of the architecture: `block_count` for `llama.block_count`."""
@@ -247,6 +249,9 @@ def architecture(metadata: Metadata, cls: Any, models: Any) -> Architecture:
     Llama 2 and Mistral, which compute the same: these are Mistral if the class is.
     """
     rows = ARCHITECTURES.get(metadata.architecture)
+    if metadata.kind == "adapter":
+        found = "'adapter', without the base model: give its preset, and the folder of PEFT that this was made of: "
+        metadata.refuse("general.type", "'model'", f"{found}from_preset(cls, base, adapter=folder)")
     if rows is None:
         metadata.refuse("general.architecture", f"one of {', '.join(ARCHITECTURES)}", repr(metadata.architecture))
     if len(rows) == 1:

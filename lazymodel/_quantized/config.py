@@ -24,7 +24,7 @@ from lazymodel._tensors.lazy import LazyTensor
 
 ADVICE = (
     "This quantized form is not read: load a dequantized copy, such as the original model or one that was saved after "
-    "`model.dequantize()` of transformers"
+    "`model.dequantize()` of transformers, from version 5 on by `save_pretrained(folder, save_original_format=False)`"
 )
 _KEYS = ("quantization_config", "compression_config")
 _IGNORED = ("modules_to_not_convert", "ignored_layers", "ignore", "llm_int8_skip_modules", "exclude_modules")
@@ -50,6 +50,7 @@ class Config:
         options: All of its entries.
         dtype: The dtype to which decoded tensors are rounded: the model's own dtype, or bfloat16 if none is declared.
         file: The path of the configuration, and the key in it that has the quantization.
+        model_type: The kind of model, if it is stated.
     """
 
     method: str
@@ -57,6 +58,7 @@ class Config:
     dtype: np.dtype[Any]
     file: str
     _ignored: tuple[str, ...] = ()
+    model_type: str = ""
 
     def ignores(self, module: str) -> bool:
         """Returns True if a module, or one that contains it, was not converted."""
@@ -167,7 +169,8 @@ def find_config(config: Mapping[str, Any], file: str) -> Config | None:
     method = options.get("quant_method") or ("bitsandbytes" if "load_in_8bit" in options else "an unknown method")
     if method == "bitsandbytes" and options.get("load_in_8bit") is options.get("load_in_4bit") is False:
         return None
-    return Config(str(method), options, _dtype(config), f"{file}: {key}", _ignored(options, file))
+    ignored, kind = _ignored(options, file), str(config.get("model_type") or "")
+    return Config(str(method), options, _dtype(config), f"{file}: {key}", ignored, kind)
 
 
 def _ignored(options: Mapping[str, Any], file: str) -> tuple[str, ...]:

@@ -218,6 +218,8 @@ def _add_integers(
 
 _STATE = ".quant_state.bitsandbytes__"
 _INT8 = 7.874015718698502e-3  # 1 / 127, the value that bitsandbytes uses
+_WITH_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
+_CONV1D = ("c_attn", "c_fc", "c_proj", "q_attn")
 _NESTED_TILE = 1 << 16  # scales that are computed at once
 
 
@@ -241,9 +243,11 @@ def _add_int8(contents: Contents, name: str, scale: str, form: str) -> None:
             if (found := contents.tensor(each).read()).size != 1 or found.reshape(-1)[0] != 0:
                 contents.reject(each, "0 (rows are not reordered)", repr(found.reshape(-1)[:4].tolist()))
         scales = Stored(contents.tensor(scale).reshape(-1, 1), (1, shape[1]))
-        return LazyTensor(ScaledTensor(shape, Stored(contents.tensor(name), (1, 1)), scales, factor=_INT8))
+        decoded = LazyTensor(ScaledTensor(shape, Stored(contents.tensor(name), (1, 1)), scales, factor=_INT8))
+        return decoded.T if transposed else decoded
 
-    contents.add(name, [name, scale, *forms], shape, make)
+    transposed = _is_transposed(contents, name)
+    contents.add(name, [name, scale, *forms], shape[::-1] if transposed else shape, make)
 
 
 def _add_four_bits(contents: Contents, name: str, state: str) -> None:
@@ -258,17 +262,23 @@ def _add_four_bits(contents: Contents, name: str, state: str) -> None:
     else:
         nested = []
         contents.expect(absmax, contents.header(absmax).shape, "float32")
-    contents.expect(name, contents.header(name).shape, "uint8")
+    contents.expect(name, contents.header(name).shape, "uint8", *_KINDS)  # of `bnb_4bit_quant_storage`: the same bytes
     make = functools.partial(_four_bits, contents, name, state, nested)
-    contents.add_unread(name, [name, absmax, table, *nested, state], make)
+    transposed = _is_transposed(contents, name)
+    contents.add_unread(name, [name, absmax, table, *nested, state], lambda: make().T if transposed else make())
+
+
+def _is_transposed(contents: Contents, name: str) -> bool:
+    """Returns True for weights of Conv1D, which transformers has as (in, out), and bitsandbytes as (out, in)."""
+    return contents.config.model_type in _WITH_CONV1D and name.split(".")[-2] in _CONV1D
 
 
 def _four_bits(contents: Contents, name: str, state: str, nested: Sequence[str]) -> LazyTensor:
     found = _read_state(contents, state)
     size = math.prod(found.shape)
     packed, absmax = contents.tensor(name), contents.tensor(f"{name}.absmax")
-    if packed.size != -(-size // 2):
-        contents.reject(name, f"{-(-size // 2)} bytes for shape {found.shape}", str(packed.size))
+    if packed.nbytes != -(-size // 2):
+        contents.reject(name, f"{-(-size // 2)} bytes for shape {found.shape}", str(packed.nbytes))
     if absmax.size != -(-size // found.block):
         contents.reject(f"{name}.absmax", f"{-(-size // found.block)} blocks of {found.block}", str(absmax.size))
     # Blocks run across rows; if rows consist of whole blocks, a box needs only the blocks of its own rows.
@@ -284,9 +294,10 @@ def _four_bits(contents: Contents, name: str, state: str, nested: Sequence[str])
         of_blocks = LazyTensor(_NestedTensor(of_blocks, scales.reshape(-1), contents.tensor(nested[1]).read(), found))
     values, byte = contents.tensor(f"{name}.quant_map").read(), np.arange(256)
     pairs = lookup(np.stack([values[byte >> 4], values[byte & 15]], axis=1))
-    codes = Stored(packed.reshape(rows, -1), (1, 1), pairs, (1, 2))
+    codes = Stored(packed.reshape(rows, -1), (1, 1), pairs, (1, 2 * packed.itemsize))
     decoded = LazyTensor(ScaledTensor((rows, width), codes, Stored(of_blocks, (1, found.block))))
-    return decoded.reshape(found.shape).astype(found.dtype)
+    decoded, model = decoded.reshape(found.shape).astype(found.dtype), contents.config.dtype
+    return decoded.rounded(model) if model.itemsize < found.dtype.itemsize else decoded  # PEFT merges in float32
 
 
 class _State(NamedTuple):

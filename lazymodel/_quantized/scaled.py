@@ -57,7 +57,7 @@ class ScaledTensor(DecodedTensor):
         self._order, self._scattered, self._may_be_unordered = order, scattered, may_be_unordered
         self._factor, self._half = factor, half
         self._groups: np.ndarray | None = None  # of the order, once it was read; empty if groups are ranges
-        self._guard = threading.Lock()
+        self._guard, self._filling = threading.Lock(), 0
         if order is not None:
             axis, groups = order
             self.pieces += (groups,)
@@ -86,7 +86,9 @@ class ScaledTensor(DecodedTensor):
             yield self._order[1], [whole_box(self._order[1].shape)]
 
     def release(self) -> None:
-        self._groups = None
+        with self._guard:
+            if not self._filling:  # else another tensor, which has another part of it, is being read
+                self._groups = None
         super().release()
 
     def _fill(self, targets: Targets, steps: Steps, workspace: Workspace) -> None:
@@ -96,7 +98,12 @@ class ScaledTensor(DecodedTensor):
                 read = np.empty(view.shape, view.dtype)
                 fill(view, [whole_box(view.shape)], [read], workspace)
                 self._groups = self._checked(read.astype(INDEX), axis, view.name)
-        super()._fill(targets, steps, workspace)
+            self._filling += 1
+        try:
+            super()._fill(targets, steps, workspace)
+        finally:
+            with self._guard:
+                self._filling -= 1
 
     def _checked(self, groups: np.ndarray, axis: int, name: str) -> np.ndarray:
         """The groups, empty if they are ranges. Raises CheckpointError for a group that does not exist."""

@@ -1,7 +1,7 @@
 """A model's LoRA pairs into a folder as PEFT writes it: `save_adapter`.
 
 The factors go the way of `save`, and the folder is replaced as a whole. What a pair adds to which tensor is calculated
-in `_mapping/pairs`; `_adapters.py` reads such folders.
+in `_mapping/pairs`; `_adapters/` reads such folders.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from lazymodel._abstract.framework import ModelSpec
 from lazymodel._abstract.pairs import lora_pairs, with_scale
 from lazymodel._abstract.variable import lazy_array
-from lazymodel._adapters import CONFIG, EMBEDDINGS, FILES, PREFIX
+from lazymodel._adapters.peft import CONFIG, EMBEDDINGS, FILES, PREFIX
 from lazymodel._errors import LazyModelError, warn
 from lazymodel._mapping.pairs import LowRank, of_rank
 from lazymodel._mapping.table import WeightMap
@@ -31,8 +31,10 @@ from lazymodel._save.destination import SavedFile, SaveOptions, WholeFolder, lay
 from lazymodel._save.save import default_budget, values_of, write_to
 from lazymodel._save.write import check_budget
 from lazymodel._show.progress import Progress, progress_for
-from lazymodel._show.text import parse_budget
+from lazymodel._show.text import listed, parse_budget
 from lazymodel._tensors.lazy import LazyTensor
+
+_FAR = 0.1  # relative error of a product from which outputs of a model visibly change
 
 
 def save_adapter(
@@ -68,7 +70,7 @@ def save_adapter(
 
     Returns:
         Module → relative error of its product, for those that `rank` changed: the norm of the difference, divided by
-            that of the product.
+            that of the product. Warns from 0.1.
 
     Raises:
         LazyModelError: The model has no pairs, their scale is unknown, the table has no entry for the base of one, or
@@ -96,6 +98,8 @@ def save_adapter(
     table = WeightMap({pair.base: pair.base for pair in pairs}) if mapping is None else mapping
     added = {name.replace("/", "."): low for name, low in table.write_pairs(pairs, arrays).items()}
     errors = {} if rank is None else _limit(added, rank)
+    if far := [f"{module} {error:.2g}" for module, error in errors.items() if error >= _FAR]:
+        warn(f"save_adapter: rank {rank} changes products by a tenth or more of their norms, {listed(far)}; raise it")
     others = {path: np.shape(array) for path, array in values.items() if path not in arrays}
     known = others if mapping is None else mapping.tensor_names(others)
     tensors, config = _adapter(added, {name.replace("/", ".") for name in known}, base)

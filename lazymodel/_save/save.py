@@ -23,7 +23,7 @@ import numpy as np
 
 from lazymodel._abstract.framework import ModelSpec
 from lazymodel._abstract.variable import ARRAYS, NUMBERS, lazy_array, named_arrays
-from lazymodel._adapters import Adapter, merge
+from lazymodel._adapters.merge import Adapter, merge
 from lazymodel._devices.collective import agreement
 from lazymodel._errors import CheckpointError, LazyModelError, warn
 from lazymodel._mapping.match import model_values

@@ -56,6 +56,7 @@ class Convert:
     dtype: np.dtype[Any]  # dtype of the result
     bitcast: bool = False  # True if it is a reinterpretation
     function: Callable[[np.ndarray], np.ndarray] | None = None  # the arithmetic, elementwise, to `dtype`
+    replaceable: bool = False  # True if a cast after it replaces it: the elements are known more precisely
 
     def __call__(self, values: np.ndarray) -> np.ndarray:
         if self.function is not None:

@@ -153,8 +153,9 @@ class LazyTensor(View, np.lib.mixins.NDArrayOperatorsMixin):
         try:
             return self.at(np.reshape(self.addresses, target, copy=False))
         except ValueError:
-            rebased = LazyTensor(ConcatenatedTensor([self], 0))
-            return rebased.at(np.reshape(rebased.addresses, target, copy=False))
+            exact, last = self.before_rounding()
+            rebased = LazyTensor(ConcatenatedTensor([exact], 0))
+            return rebased.at(np.reshape(rebased.addresses, target, copy=False)).converted(last)
 
     def ravel(self, order: Any = "C") -> Any:
         """As `ndarray.ravel`; lazy for C order."""
@@ -162,8 +163,17 @@ class LazyTensor(View, np.lib.mixins.NDArrayOperatorsMixin):
 
     def astype(self, dtype: Any, *args: Any, **kwargs: Any) -> LazyTensor:
         """A cast that is done while reading; bit-equal to `ndarray.astype`."""
-        dtype = np.dtype(dtype)
-        return self if dtype == self.dtype else self.converted((Convert(dtype),))
+        dtype, (exact, _) = np.dtype(dtype), self.before_rounding()
+        return self if dtype == self.dtype else exact.converted((Convert(dtype),) if dtype != exact.dtype else ())
+
+    def rounded(self, dtype: Any) -> LazyTensor:
+        """A cast that a later one replaces: the elements are rounded once, to the dtype in which they are read."""
+        return self if dtype == self.dtype else self.converted((Convert(np.dtype(dtype), replaceable=True),))
+
+    def before_rounding(self) -> tuple[LazyTensor, Steps]:
+        """The tensor without what `rounded` added last, and that."""
+        last = self.steps[-1:] if self.steps and self.steps[-1].replaceable else ()
+        return LazyTensor(self.source, self.addresses, self.steps[: len(self.steps) - len(last)]), last
 
     def view(self, dtype: Any = None) -> Any:
         """The same bits as another dtype. Reads the tensor if the item size changes."""
@@ -252,8 +262,11 @@ def _concatenate(arrays: Any, axis: Any = 0, **kwargs: Any) -> Any:
     axis = int(axis) % ndim
     if len({(*tensor.shape[:axis], *tensor.shape[axis + 1 :]) for tensor in tensors}) > 1:
         return NotImplemented
-    dtype = kwargs.get("dtype") or np.result_type(*(tensor.dtype for tensor in tensors))
-    return LazyTensor(ConcatenatedTensor([tensor.astype(dtype) for tensor in tensors], axis))
+    dtype = np.dtype(kwargs.get("dtype") or np.result_type(*(tensor.dtype for tensor in tensors)))
+    # If some are known more precisely, all are joined so.
+    precise = [exact.dtype for exact, last in (each.before_rounding() for each in tensors) if last]
+    exact = dtype if kwargs.get("dtype") else np.result_type(dtype, *precise)
+    return LazyTensor(ConcatenatedTensor([tensor.astype(exact) for tensor in tensors], axis)).rounded(dtype)
 
 
 def _stack(arrays: Any, axis: int = 0, **kwargs: Any) -> Any:

@@ -47,8 +47,8 @@ class LowRankSum(DecodedTensor):
         self._block = _ROWS, min(max(1 << width.bit_length() - 1, 16), _COLUMNS)
         self.min_scratch_nbytes += math.prod(self._block) * dtype.itemsize
         self.cuts = tuple(min(pair) for pair in zip(self._block, (extent or 1 for extent in base.shape), strict=True))
-        self._kept: tuple[np.ndarray, np.ndarray] | None = None
-        self._norms: np.ndarray | None = None  # what each row or column is multiplied with
+        # The factors, and what each row or column is multiplied with to have its norm.
+        self._kept: tuple[np.ndarray, np.ndarray, np.ndarray | None] | None = None
         self._guard = threading.Lock()
 
     def reads(self, boxes: Sequence[Box]) -> Iterator[tuple[View, list[Box]]]:
@@ -59,18 +59,23 @@ class LowRankSum(DecodedTensor):
         yield from super().reads(boxes)
 
     def release(self) -> None:
-        self._kept = self._norms = None
+        self._kept = None
         super().release()
 
     def _fill(self, targets: Targets, steps: Steps, workspace: Workspace) -> None:
-        with self._guard:
-            if self._kept is None:
-                self._kept = _whole(self._factors[0], workspace), _whole(self._factors[1], workspace)
-            if self._magnitude is not None and self._norms is None:
-                self._norms = self._factor(self._magnitude, workspace)
+        self._read(workspace)
         super()._fill(targets, steps, workspace)
 
-    def _factor(self, magnitude: View, workspace: Workspace) -> np.ndarray:
+    def _read(self, workspace: Workspace) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """The factors, and the norms; read again if another tensor that has a part of the sum released them."""
+        with self._guard:
+            if (kept := self._kept) is None:
+                left, right = (_whole(factor, workspace) for factor in self._factors)
+                norms = None if self._magnitude is None else self._factor(self._magnitude, left, right, workspace)
+                self._kept = kept = left, right, norms
+            return kept
+
+    def _factor(self, magnitude: View, left: np.ndarray, right: np.ndarray, workspace: Workspace) -> np.ndarray:
         """Reads all of the base once for the norms of the sum."""
         squares = np.zeros(self.shape[self._axis], np.float64)
         view = self.pieces[0]
@@ -78,16 +83,16 @@ class LowRankSum(DecodedTensor):
         for tile in cut(whole_box(self.shape), self.tile, self.cuts, self.along):
             with workspace.array(box_shape(tile), view.dtype) as stored:
                 fill(view, [tile], [stored], workspace)
-                with self._sum(tile, stored, workspace) as values, np.errstate(all="ignore"):
+                with self._sum(tile, stored, left, right, workspace) as values, np.errstate(all="ignore"):
                     np.square(values, out=values)
                     squares[tile[self._axis]] += values.sum(axis=1 - self._axis, dtype=np.float64)
         with np.errstate(all="ignore"):  # a norm may be zero, as in PEFT
             return _whole(magnitude, workspace).astype(self.dtype) / np.sqrt(squares).astype(self.dtype)
 
     @contextlib.contextmanager
-    def _sum(self, tile: Box, stored: np.ndarray, workspace: Workspace) -> Generator[np.ndarray]:
-        assert self._kept is not None
-        left, right = self._kept
+    def _sum(
+        self, tile: Box, stored: np.ndarray, left: np.ndarray, right: np.ndarray, workspace: Workspace
+    ) -> Generator[np.ndarray]:
         outer = self._blocks(tile)
         # Numbers of a file may overflow.
         with np.errstate(all="ignore"), workspace.array(box_shape(outer), self.dtype) as product:
@@ -124,9 +129,10 @@ class LowRankSum(DecodedTensor):
     def decoded(
         self, tile: Box, needed: Sequence[Box], arrays: Sequence[np.ndarray], steps: Steps, workspace: Workspace
     ) -> Generator[tuple[np.ndarray, Steps]]:
-        with self._sum(tile, arrays[0], workspace) as values:
-            if self._norms is not None:
-                norms = self._norms[tile[self._axis]]
+        left, right, norms = self._read(workspace)
+        with self._sum(tile, arrays[0], left, right, workspace) as values:
+            if norms is not None:
+                norms = norms[tile[self._axis]]
                 np.multiply(values, norms[:, None] if self._axis == 0 else norms, out=values)
             yield values, steps
 

@@ -213,6 +213,7 @@ def refused(cls: Any, file: Any, **given: Any) -> str:
     ("name", "change", "words"),
     [
         ("qwen3", {"general.architecture": "mamba"}, "one of llama, qwen2, qwen2moe, qwen3, qwen3moe, gemma, gemma2"),
+        ("llama", {"general.type": "adapter"}, "from_preset(cls, base, adapter=folder)"),
         ("qwen3", {"qwen3.block_count": 3}, "the number of layers in the file (blk.0, blk.1), found 3"),
         ("qwen3", {"qwen3.attention.head_count_kv": [8, 8]}, "to be a whole number, found a list of 2"),
         ("qwen3", {"qwen3.embedding_length": None}, "qwen3.embedding_length of its metadata to be a whole number"),

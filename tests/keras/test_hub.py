@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -30,15 +31,19 @@ from .models import (
     assert_same_in_distribution,
     bits,
     causal_lm,
+    decoder,
+    decoder_shapes,
     device_mesh,
     distribution,
     first_that_divides,
     layouts,
     preset_of,
+    random_tensors,
     randomize,
     save_hugging_face,
     save_preset,
     seeded,
+    write_safetensors_folder,
 )
 from .versions import needs_keras_hub
 
@@ -313,7 +318,9 @@ def test_an_adapter_is_merged_while_the_model_is_loaded(tmp_path: Path, mesh8: M
     merged = tmp_path / "merged"
     merged.mkdir()
     (merged / "config.json").write_bytes((folder / "config.json").read_bytes())
-    lm.save(lm.merge(base, lm.open_adapter(adapter)), merged / "model.safetensors")
+    # The model is in float32, in which the sum is kept.
+    sums = {name: tensor.astype(np.float32) for name, tensor in lm.merge(base, lm.open_adapter(adapter)).items()}
+    lm.save(sums, merged / "model.safetensors")
     expected = seeded(lambda: lk.from_preset(cls, str(merged)))
     found = seeded(lambda: lk.from_preset(cls, str(folder), adapter=adapter, mesh=mesh8, rules=lm.auto()))
     assert_same(expected, found, outputs=False)
@@ -324,6 +331,38 @@ def test_an_adapter_is_merged_while_the_model_is_loaded(tmp_path: Path, mesh8: M
     (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8, "lora_alpha": 8}))
     with pytest.raises(lm.CheckpointError, match="expected rank 8"):
         lk.from_preset(cls, str(folder), adapter=adapter)
+
+
+@pytest.mark.parametrize("saved", ["lm_head", "embed_tokens", "projector"])
+def test_what_an_adapter_changes_is_not_lost(tmp_path: Path, saved: str) -> None:
+    """A head of a model whose embeddings are tied, on either side, and what the model does not have."""
+    cls, config = keras_hub.models.Llama3Backbone, decoder("llama", tie_word_embeddings=True)
+    base = random_tensors(decoder_shapes(config))
+    folder = write_safetensors_folder(tmp_path / "base", config, base)
+    name = {"embed_tokens": "model.embed_tokens"}.get(saved, saved)
+    head = np.random.default_rng(0).standard_normal((64, 32)).astype(np.float32)
+    (tmp_path / "adapter").mkdir()
+    lm.save({f"base_model.model.{name}.weight": head}, tmp_path / "adapter" / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "modules_to_save": [saved], "task_type": "CAUSAL_LM"}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+
+    def load() -> Any:
+        tied = saved != "projector"
+        with pytest.warns(lm.LazyModelWarning, match="changes them apart") if tied else contextlib.nullcontext():
+            return lk.from_preset(cls, str(folder), adapter=tmp_path / "adapter")
+
+    if saved == "projector":
+        with pytest.raises(lm.CheckpointError, match="adapter changes projector.weight, which the model does not have"):
+            load()
+        return
+    with pytest.raises(lm.CheckpointError, match='lm_head.weight.*set "tie_word_embeddings" to false in config.json'):
+        load()
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    embedding = load().token_embedding
+    old = base["model.embed_tokens.weight"]
+    expected = (old, head) if saved == "lm_head" else (head, old)
+    np.testing.assert_array_equal(embedding.embeddings.value, expected[0])
+    np.testing.assert_array_equal(embedding.reverse_embeddings.value, expected[1].T)
 
 
 def test_an_adapter_that_nothing_would_be_merged_into_is_refused(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ import keras
 import numpy as np
 
 from lazymodel import AbstractModel, LazyModelError, Progress, save
+from lazymodel._errors import warn
 from lazymodel._mapping.match import lazy_values
 from lazymodel._save.atomic import carry_over, staging, writing
 from lazymodel._save.destination import Destination, SavedFile, check_room, old_files
@@ -49,6 +50,7 @@ from lazymodel._tensors.boxes import slabs
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.shards import DeviceTensor
 from lazymodel.checkpoints._open import staging_folder
+from lazymodel.checkpoints._untrusted import read_json_file
 from lazymodel_keras import _upstream
 from lazymodel_keras._model.keras_object import KerasModel, model_variables
 from lazymodel_keras._model.layers import held_lazily, lazy_operations
@@ -300,6 +302,11 @@ def save_preset(
 
     def export(new: Path) -> None:
         tensors = _exported(result, values, new)
+        if read_json_file(new / "config.json").get("tie_word_embeddings") is False and "lm_head.weight" not in tensors:
+            warn(
+                f"{path}: {type(result).__name__} is saved without its output projection 'lm_head.weight', and "
+                "transformers gives a language model of this folder random numbers for it. Save the task instead"
+            )
         save(tensors, new, max_shard_size=size, max_host_memory=budget, progress=progress)
 
     if to == "preset":

@@ -25,7 +25,7 @@ import jax
 
 import lazymodel as lm
 from lazymodel._abstract.variable import named
-from lazymodel._adapters import is_adapter, open_adapter
+from lazymodel._adapters.merge import is_adapter, open_adapter
 from lazymodel._devices.hardware import device_memory, libtpu_environment
 from lazymodel._errors import DoesNotFitError, LazyModelError, is_library, required
 from lazymodel._mapping.table import WeightMap
@@ -91,7 +91,9 @@ def _add_convert(commands: Any) -> None:
         "a lazymodel.WeightMap with which a checkpoint with the paths of a model is written, or a function that takes "
         "and returns tensors by name",
     )
-    option("--adapter", "FOLDER", "merge a LoRA adapter of PEFT, a folder or URL; several in turn", action="append")
+    option(
+        "--adapter", "FOLDER", "merge a LoRA adapter of PEFT, a folder or URL; several without --cls", action="append"
+    )
     option("--cls --class", "NAME", "a model class of KerasHub, such as Gemma3CausalLM")
     option("--quantize", ("int8", "int4"), "quantize the model of --cls, as Keras does")
     option("--max-host-memory", "BYTES", "limit for tensors in transit; default: 256MiB")
@@ -147,20 +149,24 @@ def _tensors(arguments: argparse.Namespace, given: dict[str, Any] | None, option
 
 
 def _model(arguments: argparse.Namespace, options: dict[str, Any]) -> list[str]:
-    for name in ("include", "exclude", "map", "adapter"):
+    adapters = arguments.adapter or [None]
+    if len(adapters) > 1:
+        raise LazyModelError("--cls takes one --adapter; merge the others first, without --cls")
+    for name in ("include", "exclude", "map"):
         if getattr(arguments, name):
             raise LazyModelError(f"--{name} is for checkpoints; --cls converts a whole model")
     if arguments.to not in (None, "preset", "huggingface"):
         raise LazyModelError(f"--to {arguments.to} is for checkpoints; with --cls it is preset or huggingface")
     os.environ.setdefault("KERAS_BACKEND", "jax")
     with quiet_tensorflow():
-        adapter = named("keras")
-    return adapter.convert(
+        framework = named("keras")
+    return framework.convert(
         arguments.cls,
         arguments.source,
         arguments.destination,
         to=arguments.to,
         quantize=arguments.quantize,
+        adapter=adapters[0],
         **options,
     )
 

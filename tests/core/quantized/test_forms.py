@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
+from lazymodel._tensors.buffers import Convert
 from lazymodel.checkpoints import SafetensorsFile
 from tests import quantized
 from tests.quantized import FORMS, Tensors, write_folder
@@ -240,3 +241,54 @@ def test_as_compressed_tensors_decodes(tmp_path: Path, name: str) -> None:
     write_folder(tmp_path / "m", quantized.settings(form), {f"layer.{ending}": part for ending, part in parts.items()})
     found = lm.open_checkpoint(tmp_path / "m")["layer.weight"].read().astype("bfloat16")
     np.testing.assert_array_equal(found.view(np.int16), expected)
+
+
+@pytest.mark.parametrize("form", ["nf4", "nf4-nested", "int8"])
+def test_weights_of_conv1d_are_as_transformers_has_them(form: str, tmp_path: Path) -> None:
+    """bitsandbytes stores them as (out, in)."""
+    names = ("transformer.h.0.attn.c_proj", "transformer.h.0.mlp.c_fc", "transformer.h.0.other")
+    tensors = {f"{name}.weight": np.zeros((64, 128 if "fc" in name else 64), np.float32) for name in names}
+    stored, plain = quantized.quantized(FORMS[form], tensors, lambda _: True)
+    settings = quantized.settings(FORMS[form], model_type="gpt2")
+    with lm.open_checkpoint(write_folder(tmp_path / "gpt2", settings, stored)) as checkpoint:
+        for name, values in plain.items():
+            expected = values if "other" in name else values.T
+            same(checkpoint[name].read(), expected)
+            same(checkpoint[name][3:9, 5:40].read(), expected[3:9, 5:40])
+            assert checkpoint.describe(name).shape == expected.shape
+
+
+@pytest.mark.parametrize("storage", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("form", ["nf4", "nf4-nested"])
+def test_four_bits_may_be_stored_as_floats(form: str, storage: str, tmp_path: Path) -> None:
+    """With `bnb_4bit_quant_storage`, as FSDP needs it; the bytes are the same."""
+    stored, plain = quantized.quantized(FORMS[form], {NAME: np.zeros(SHAPE, np.float32)}, lambda _: True)
+    stored[NAME] = stored[NAME].reshape(-1).view(jnp.dtype(storage))[:, None]
+    with lm.open_checkpoint(write_folder(tmp_path / "a", quantized.settings(FORMS[form]), stored)) as checkpoint:
+        same(checkpoint[NAME].read(), plain[NAME])
+        before = checkpoint.bytes_read
+        same(checkpoint[NAME][2:3].read(), plain[NAME][2:3])
+        assert checkpoint.bytes_read - before <= SHAPE[1]  # a row, and its scales
+
+
+def test_four_bits_that_were_merged_are_of_the_model_s_dtype(tmp_path: Path) -> None:
+    """PEFT merges in float32, and the state then says so."""
+    form = quantized.Form(FORMS["nf4"].config, quantized.four_bits("nf4", nested=False, dtype="float32"))
+    stored, plain = quantized.quantized(form, {NAME: np.zeros(SHAPE, np.float32)}, lambda _: True)
+    with lm.open_checkpoint(write_folder(tmp_path / "a", quantized.settings(form), stored)) as checkpoint:
+        same(checkpoint[NAME].read(), plain[NAME].astype(form.dtype))
+        same(checkpoint[NAME].astype(np.float32).read(), plain[NAME])
+
+
+def test_a_part_that_is_released_leaves_the_others_as_they_are(tmp_path: Path) -> None:
+    """Two variables may have parts of one tensor; a load releases it after each, while it reads the other."""
+    form, shape = FORMS["gptq-order"], (1024, 2048)
+    stored, plain = quantized.quantized(form, {NAME: np.zeros(shape, np.float32)}, lambda _: True)
+    with lm.open_checkpoint(write_folder(tmp_path / "a", quantized.settings(form), stored)) as checkpoint:
+        tensor = checkpoint[NAME]
+
+        def release(values: np.ndarray) -> np.ndarray:
+            tensor.source.release()
+            return values
+
+        same(tensor.converted((Convert(tensor.dtype, function=release),)).read(), plain[NAME])

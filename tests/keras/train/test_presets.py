@@ -14,6 +14,7 @@ import pytest
 import lazymodel as lm
 import lazymodel_keras as lk
 from tests.command import main
+from tests.keras.models import decoder, decoder_shapes, random_tensors, write_safetensors_folder
 
 GPT2 = keras_hub.models.GPT2CausalLM
 WORDS = ["!", "a", "b", "Ġ", "ab", "<|endoftext|>"]
@@ -93,11 +94,35 @@ def test_there_and_back(folder: Path, tmp_path: Path) -> None:
         assert half.nbytes * 2 == whole.nbytes
 
 
+def test_an_adapter_is_merged(tmp_path: Path) -> None:
+    config = decoder("llama", tie_word_embeddings=True)
+    source = write_safetensors_folder(tmp_path / "base", config, random_tensors(decoder_shapes(config)))
+    name = "model.layers.0.self_attn.q_proj"
+    pair = {f"{name}.lora_A.weight": np.ones((4, 32), "float32"), f"{name}.lora_B.weight": np.ones((32, 4), "float32")}
+    base = {name: tensor.read() for name, tensor in lm.open_checkpoint(source).items()}
+    lm.save_adapter(base | pair, tmp_path / "adapter", scale=2.0)
+    arguments = ["--cls", "Llama3Backbone", "--to", "huggingface", "--adapter", str(tmp_path / "adapter")]
+    assert main(["convert", "--quiet", str(source), str(tmp_path / "merged"), *arguments]) == 0
+    assert not lm.diff(lm.merge(base, lm.open_adapter(tmp_path / "adapter")), lm.open_checkpoint(tmp_path / "merged"))
+
+
+def test_a_head_that_is_not_exported_is_named(tmp_path: Path) -> None:
+    sizes = {"hidden_dim": 32, "intermediate_dim": 64, "num_query_heads": 8, "num_key_value_heads": 4}
+    sizes |= {"vocabulary_size": 64, "num_layers": 1}
+    backbone = keras_hub.models.Llama3Backbone
+    with pytest.warns(lm.LazyModelWarning, match="Llama3Backbone is saved without its output projection"):
+        lk.save_preset(lm.build_abstract(backbone, **sizes), tmp_path / "backbone", to="huggingface")
+    task = lm.build_abstract(lambda: keras_hub.models.Llama3CausalLM(backbone=backbone(**sizes), preprocessor=None))
+    lk.save_preset(task, tmp_path / "task", to="huggingface")
+    assert "lm_head.weight" in lm.open_checkpoint(tmp_path / "task")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--cls", "GPT3CausalLM"], "keras_hub.models has no class 'GPT3CausalLM'"),
         (["--cls", "GPT2CausalLM", "--include", "*"], "--include is for checkpoints"),
+        (["--cls", "GPT2CausalLM", "--adapter", "a", "--adapter", "b"], "--cls takes one --adapter"),
         (["--cls", "GPT2CausalLM", "--to", "orbax"], "with --cls it is preset or huggingface"),
         (["--cls", "GPT2CausalLM", "--max-host-memory", "8"], "--max-host-memory"),
     ],

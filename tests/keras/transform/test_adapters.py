@@ -111,7 +111,8 @@ def test_a_lower_rank_is_the_closest(folders: dict[str, Path], tmp_path: Path) -
     abstract, table = opened("llama", folders["llama"])
     model = trained(abstract.lora(3).materialize())
     assert lm.save_adapter(model, tmp_path / "exact", mapping=table, rank=24) == {}
-    errors = lm.save_adapter(model, tmp_path / "close", mapping=table, rank=5)
+    with pytest.warns(lm.LazyModelWarning, match=r"rank 5 changes products by a tenth.*q_proj 0\.\d"):
+        errors = lm.save_adapter(model, tmp_path / "close", mapping=table, rank=5)
     assert set(errors) == {f"model.layers.{i}.self_attn.{part}_proj" for i in range(2) for part in "qv"}
     for module, error in errors.items():
         exact, close = (update(folders["llama"], tmp_path / kind, f"{module}.weight") for kind in ("exact", "close"))

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 
 import lazymodel as lm
+from lazymodel._tensors.buffers import Convert
 from tests.command import command
 from tests.core.checkpoints._formats import torch_file
 from tests.private_memory import Peak
@@ -124,6 +125,37 @@ def test_an_adapter_may_be_pytorch_s_file(folder: Path) -> None:
 # Values
 
 
+def test_a_sum_is_rounded_once_to_the_dtype_of_what_reads_it(tmp_path: Path) -> None:
+    """A base in bfloat16, and a model in float32: in bfloat16, 1.003 is 1."""
+    tensors = {f"{PREFIX}{name}.lora_A.weight": np.full((4, 64), 0.003 / 8, np.float32) for name in "qk"}
+    tensors |= {f"{PREFIX}{name}.lora_B.weight": np.ones((96, 4), np.float32) for name in "qk"}
+    tensors |= {f"{PREFIX}norm.weight": np.full(64, 1.003, np.float32)}
+    adapter = lm.open_adapter(write(tmp_path / "a", tensors, modules_to_save=["norm"]))
+    base = {f"{name}.weight": np.ones((96, 64), ml_dtypes.bfloat16) for name in "qkv"} | {
+        "norm.weight": np.ones(64, ml_dtypes.bfloat16)
+    }
+    merged = lm.merge(base, adapter)
+
+    def parts(t: Any) -> Any:
+        each = [t[f"{name}.weight"] for name in "qkv"]
+        stacked, heads = np.stack(each, 1), np.reshape(np.concatenate(each).T, (64 * 8, -1))
+        return {"q": each[0].T, "stacked": stacked, "heads": heads, "norm": t["norm.weight"]}
+
+    shapes = {"q": (64, 96), "stacked": (96, 3, 64), "heads": (512, 36), "norm": (64,)}
+    for dtype, once in ((jnp.float32, 1.003), (jnp.bfloat16, 1.0)):
+        abstract = lm.build_abstract(
+            lambda dtype=dtype: {name: jnp.zeros(shape, dtype) for name, shape in shapes.items()}
+        )
+        model = abstract.materialize(lm.map_checkpoint(merged, parts))
+        for name, array in model.items():
+            values = np.asarray(array, np.float32)
+            np.testing.assert_allclose(values.max(), once, rtol=1e-6, err_msg=name)
+            assert values.min() == (1.0 if name in ("stacked", "heads") else values.max())
+    assert {tensor.dtype.name for tensor in merged.values()} == {"bfloat16"}  # as `save` writes it
+    twice = lm.merge(merged, adapter)["q.weight"]
+    np.testing.assert_allclose(np.asarray(twice.astype(np.float32)), 1.006, rtol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
 @pytest.mark.parametrize("scale", [1.0, -0.5])
 def test_merged_values_are_the_sum_rounded_once(folder: Path, dtype: Any, scale: float) -> None:
@@ -135,6 +167,20 @@ def test_merged_values_are_the_sum_rounded_once(folder: Path, dtype: Any, scale:
         total = weight.astype(np.float32) + product(tensors, f"model.layers.0.{name}", 2.0 * scale)
         near(merged[f"model.layers.0.{name}.weight"], total.astype(dtype))
     np.testing.assert_array_equal(merged["norm.weight"], base["norm.weight"])
+
+
+def test_a_part_that_is_released_leaves_the_others_as_they_are(tmp_path: Path) -> None:
+    base, tensors = {"w.weight": random(1024, 2048)}, pair("w", 1024, 2048)
+    tensors[f"{PREFIX}w.lora_magnitude_vector"] = np.abs(random(1024))
+    merged = lm.merge(base, lm.open_adapter(write(tmp_path / "a", tensors, use_dora=True)))["w.weight"]
+
+    def release(values: np.ndarray) -> np.ndarray:
+        for source in (merged.source, *(piece.source for piece in getattr(merged.source, "pieces", ()))):
+            source.release()
+        return values
+
+    steps = (Convert(np.dtype(np.float32), function=release),)
+    np.testing.assert_array_equal(merged.converted(steps).read(), merged.read())
 
 
 @pytest.mark.parametrize("rank", [1, 16, 300])
@@ -214,8 +260,8 @@ def test_adapters_are_merged_one_after_another(tmp_path: Path) -> None:
     base = {"w.weight": random(64, 32, dtype=ml_dtypes.bfloat16)}
     adapters = [lm.open_adapter(write(tmp_path / name, each)) for name, each in (("1", one), ("2", two))]
     merged = lm.merge(lm.merge(base, adapters[0]), adapters[1], 0.25)["w.weight"]
-    first = (base["w.weight"].astype(np.float32) + product(one, "w", 2.0)).astype(ml_dtypes.bfloat16)
-    near(merged, (first.astype(np.float32) + product(two, "w", 0.5)).astype(ml_dtypes.bfloat16))
+    total = base["w.weight"].astype(np.float32) + product(one, "w", 2.0) + product(two, "w", 0.5)
+    near(merged, total.astype(ml_dtypes.bfloat16))  # rounded once
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -245,6 +291,12 @@ def test_square_matrices_are_stored_as_the_others_are(tmp_path: Path, given: boo
     alone = lm.open_adapter(write(tmp_path / "b", pair("square", 32, 32), fan_in_fan_out=given))
     delta = product(tensors_of(tmp_path / "b"), "square", 2.0)
     near(lm.merge(base, alone)["square.weight"], base["square.weight"] + (delta.T if given else delta))
+    # A base that shows how it is stored is right, not the adapter: GPT-2's adapters on quantized bases state False.
+    layer = {"h.0.square.weight": random(32, 32), "h.0.wide.weight": random(32, 96), "h.0.wide.bias": random(96)}
+    other = {"h.1.wide.weight": random(96, 32), "h.1.wide.bias": random(96)}
+    alone = lm.open_adapter(write(tmp_path / "d", pair("h.0.square", 32, 32), fan_in_fan_out=given))
+    delta = product(tensors_of(tmp_path / "d"), "h.0.square", 2.0)
+    near(lm.merge(layer | other, alone)["h.0.square.weight"], layer["h.0.square.weight"] + delta.T)
     base["narrow.weight"] = random(16, 32)
     both = lm.open_adapter(write(tmp_path / "c", tensors | pair("narrow", 16, 32)))
     with pytest.raises(lm.CheckpointError, match=r"'square': expected all matrices as \(out, in\)"):
@@ -280,6 +332,22 @@ def test_a_prefix_may_differ(tmp_path: Path, base: str, module: str) -> None:
     assert len(merged) == len(weights)
 
 
+def test_parts_are_told_apart_by_their_words(tmp_path: Path) -> None:
+    tensors = pair("model.language_model.layers.0.q", 96, 64) | pair("model.vision_tower.layers.0.q", 96, 64)
+    weights = base_of(prefix="vision_tower.vision_model.layers.0.") | base_of(prefix="language_model.model.layers.0.")
+    merged = lm.merge(weights, lm.open_adapter(write(tmp_path / "a", tensors)))
+    for ours, theirs in (("language_model", "language_model.model"), ("vision_tower", "vision_tower.vision_model")):
+        name = f"{theirs}.layers.0.q.weight"
+        near(merged[name], weights[name] + product(tensors, f"model.{ours}.layers.0.q", 2.0))
+    text = lm.merge(weights, lm.open_adapter(write(tmp_path / "b", pair("model.language_model.layers.0.q", 96, 64))))
+    assert np.array_equal(
+        text["vision_tower.vision_model.layers.0.q.weight"], weights["vision_tower.vision_model.layers.0.q.weight"]
+    )
+    both = pair("model.layers.0.q", 96, 64) | pair("layers.0.q", 96, 64)
+    with pytest.raises(lm.CheckpointError, match="found none"):  # two for one
+        lm.merge(base_of(prefix="text.layers.0."), lm.open_adapter(write(tmp_path / "c", both)))
+
+
 def test_two_parts_of_one_name_are_refused(tmp_path: Path) -> None:
     adapter = lm.open_adapter(write(tmp_path / "a", pair("layers.0.q", 96, 64)))
     weights = base_of(prefix="text.layers.0.") | base_of(prefix="vision.layers.0.")
@@ -290,7 +358,7 @@ def test_two_parts_of_one_name_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("module", ["layers.3.q", "blocks.0.q", "q"])
 def test_a_layer_is_never_taken_for_another(tmp_path: Path, module: str) -> None:
     adapter = lm.open_adapter(write(tmp_path / "a", pair(module, 96, 64)))
-    with pytest.raises(lm.CheckpointError, match="found none for 1 of 1"):
+    with pytest.raises(lm.CheckpointError, match="found none; "):
         lm.merge(base_of(), adapter)
 
 
@@ -311,6 +379,76 @@ def test_experts_of_one_parameter(tmp_path: Path) -> None:
         near(merged[f"mlp.experts.{name}"], base + 2 * np.einsum("ore,eri->eoi", b, a))
     swapped = lm.merge({"mlp.experts.up_proj": up.swapaxes(1, 2), "mlp.experts.down_proj": down}, adapter)
     near(swapped["mlp.experts.up_proj"].swapaxes(1, 2), merged["mlp.experts.up_proj"].read())
+
+
+@pytest.mark.parametrize("parts", [("gate_proj", "up_proj"), ("w1", "w3")])
+def test_experts_one_by_one(tmp_path: Path, parts: tuple[str, ...]) -> None:
+    """The rows of fused matrices are merged into their parts; `2 * 8 == 16`, but the parts show how they are stored."""
+    tensors = {
+        f"{PREFIX}mlp.experts.lora_A.weight": random(12 * 4, 16),
+        f"{PREFIX}mlp.experts.lora_B.weight": random(16, 12 * 4),
+    }
+    adapter = lm.open_adapter(write(tmp_path / "a", tensors, target_parameters=["gate_up_proj"]))
+    base = {
+        f"mlp.experts.{n}.{part}.weight": random(8, 16, dtype=ml_dtypes.bfloat16) for part in parts for n in range(12)
+    }
+    save_file(base, tmp_path / "base.safetensors")
+    a, b = (tensors[f"{PREFIX}mlp.experts.lora_{side}.weight"] for side in "AB")
+    delta = 2 * np.einsum("ore,eri->eoi", b.reshape(16, 4, 12), a.reshape(12, 4, 16))
+    with lm.merge(lm.open_checkpoint(tmp_path / "base.safetensors"), adapter) as merged:
+        assert list(merged) == sorted(base) and merged.bytes_read == 0
+        merged["mlp.experts.3.w3.weight" if "w3" in parts else "mlp.experts.3.up_proj.weight"].read()
+        assert merged.bytes_read <= 8 * 16 * 2 + adapter.source.nbytes  # of one part
+        for part, rows in zip(parts, (slice(0, 8), slice(8, 16)), strict=True):
+            for n in range(12):
+                name = f"mlp.experts.{n}.{part}.weight"
+                near(merged[name], (base[name].astype(np.float32) + delta[n, rows]).astype(ml_dtypes.bfloat16))
+    with pytest.raises(lm.CheckpointError, match="'mlp.experts.gate_up_proj': expected this tensor"):
+        lm.merge({name: array for name, array in base.items() if ".3." not in name}, adapter)
+
+
+def test_rows_of_tokens_are_replaced(tmp_path: Path) -> None:
+    base, values = {"model.embed_tokens.weight": random(20, 8, dtype=ml_dtypes.bfloat16)}, random(3, 8)
+    tensors = {f"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta": values}
+    merged = lm.merge(base, lm.open_adapter(write(tmp_path / "a", tensors, trainable_token_indices=[19, 0, 7])))
+    expected = base["model.embed_tokens.weight"].copy()
+    expected[[19, 0, 7]] = values
+    np.testing.assert_array_equal(merged["model.embed_tokens.weight"], expected)
+    for rows, text in (([0, 20, 1], "different rows below 20"), ([1, 1, 2], "different rows"), ([1], r"\[1, 8\]")):
+        with pytest.raises(lm.CheckpointError, match=f"embed_tokens.weight.*{text}"):
+            lm.merge(base, lm.open_adapter(write(tmp_path / "a", tensors, trainable_token_indices=rows)))
+    with pytest.raises(lm.CheckpointError, match="of unknown meaning"):
+        lm.open_adapter(write(tmp_path / "a", tensors, trainable_token_indices={"lm_head": [1, 2, 3]}))
+
+
+def test_adapters_of_mlx(tmp_path: Path) -> None:
+    """As mlx-lm writes them: factors (in, r) and (r, out), and `scale` is the factor of their product."""
+    base = {"model.layers.0.q.weight": random(96, 64), "model.embed_tokens.weight": random(20, 64)}
+    factors = {name: (random(array.shape[1], 4), random(4, array.shape[0])) for name, array in base.items()}
+    factors["model.embed_tokens.weight"] = random(20, 4), random(4, 64)
+    stored = {
+        f"{name[:-7]}.lora_{side}": array
+        for name, pair in factors.items()
+        for side, array in zip("ab", pair, strict=True)
+    }
+    settings: dict[str, Any] = {
+        "fine_tune_type": "lora",
+        "num_layers": 1,
+        "lora_parameters": {"rank": 4, "scale": 20.0},
+    }
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    save_file(stored, tmp_path / "adapters.safetensors")
+    adapter = lm.open_adapter(tmp_path)
+    assert set(adapter.scales.values()) == {20.0}
+    merged = lm.merge(base, adapter)
+    assert list(merged) == list(base)  # tied, and mlx-lm's head follows
+    (a, b), (rows, columns) = factors.values()
+    near(merged["model.layers.0.q.weight"], base["model.layers.0.q.weight"] + (a @ b).T * 20)
+    near(merged["model.embed_tokens.weight"], base["model.embed_tokens.weight"] + rows @ columns * 20)
+    for wrong in ({"fine_tune_type": "dora"}, {"lora_parameters": {"rank": 4}}):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(settings | wrong))
+        with pytest.raises(lm.CheckpointError, match="expected lora_parameters with rank and scale.*mlx_lm.fuse"):
+            lm.open_adapter(tmp_path)
 
 
 def test_a_merged_checkpoint_is_materialized_mapped_saved_and_compared(
@@ -387,10 +525,14 @@ def test_the_command_converts_and_inspects(folder: Path, tmp_path: Path) -> None
         ({"peft_type": "LOHA"}, "found 'LOHA'.*merge_and_unload"),
         ({"peft_type": "PROMPT_TUNING"}, "found 'PROMPT_TUNING'"),
         ({"init_lora_weights": "pissa_niter_16"}, "path_initial_model_for_weight_conversion"),
+        ({"init_lora_weights": "loftq"}, "them. Merge it into a checkpoint of the changed weights"),
         ({"layer_replication": [[0, 2]]}, "found layer_replication"),
         ({"r": 8}, r"expected rank 8 .*found lora_A \[4, 64\]"),
-        ({"r": "4"}, "expected a number 'r', found '4'"),
-        ({"rank_pattern": {"(": 4}}, "expected 'rank_pattern' of regular expressions"),
+        ({"r": "4"}, "expected a finite number 'r', found '4'"),
+        ({"r": math.inf}, "expected a finite number 'r', found inf"),
+        ({"lora_alpha": math.nan}, "expected a finite number 'lora_alpha', found nan"),
+        ({"alpha_pattern": {"q": math.inf}}, "expected 'alpha_pattern' of regular expressions and numbers"),
+        ({"rank_pattern": {"(": 4}}, "expected 'rank_pattern' of regular expressions and numbers"),
         ({"use_dora": True}, "expected lora_magnitude_vector of 'model.layers.0.q'"),
     ],
 )
@@ -432,7 +574,7 @@ def test_folders_without_one_adapter_are_refused(folder: Path, tmp_path: Path) -
 
 def test_another_base_is_refused(folder: Path) -> None:
     adapter, base = lm.open_adapter(folder), base_of()
-    with pytest.raises(lm.CheckpointError, match="found none for 2 of 2.*closest.*trained for example/base"):
+    with pytest.raises(lm.CheckpointError, match=r"found none; closest.*base model \(example/base\)"):
         lm.merge({name.replace("0.q", "0.qq").replace("0.v", "0.vv"): a for name, a in base.items()}, adapter)
     wrong = base | {"model.layers.0.q.weight": random(96, 32)}
     with pytest.raises(lm.CheckpointError, match=r"expected shape \[96, 64\].*found \[96, 32\]; .*\(example/base\)"):
