@@ -124,14 +124,14 @@ def training_state(
         >>> lm.training_state("nothing yet") is None
         True
     """
-    folder = find_step(place_of(path, storage_options), step)
-    if folder is None:
+    where = place_of(path, storage_options)
+    if (found := find_step(where, step)) is None:
         return None
-    if not folder.name.isdecimal():
+    # The newest is looked for again as it is opened: it may have been removed for newer ones.
+    with open_checkpoint(cast(Any, where if step is None else found)) as checkpoint:
+        folder, text = checkpoint.path, (checkpoint.metadata or {}).get(KEY)
+    folder = os.path.dirname(folder) if folder.endswith(".json") else folder
+    if not (number := os.path.basename(folder)).isdecimal():
         raise CheckpointError(f"{folder}: expected a folder of steps, or a step, whose name is a number")
-    with open_checkpoint(cast(Any, folder)) as checkpoint:
-        text = (checkpoint.metadata or {}).get(KEY)
-    metadata, data = (
-        ({}, None) if text is None else read_described(read_json_object(text.encode(), str(folder)), folder)
-    )
-    return TrainingState(str(folder), int(folder.name), metadata, data)
+    metadata, data = ({}, None) if text is None else read_described(read_json_object(text.encode(), folder), folder)
+    return TrainingState(folder, int(number), metadata, data)

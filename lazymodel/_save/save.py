@@ -28,7 +28,7 @@ from lazymodel._devices.collective import agreement
 from lazymodel._errors import CheckpointError, LazyModelError, warn
 from lazymodel._mapping.match import model_values
 from lazymodel._mapping.table import WeightMap
-from lazymodel._remote.path import Location, RemotePath
+from lazymodel._remote.path import Location, RemotePath, matching
 from lazymodel._remote.url import is_url
 from lazymodel._save import hdf5, numpy, orbax
 from lazymodel._save.atomic import staging, writing
@@ -546,7 +546,7 @@ def _remove_old(folder: Location, saved: int, most: int) -> list[str]:
         kept += complete
         goes = number != saved and (kept > most if complete else number < saved)
         # What makes it count goes first, so that a step is never there without its shards.
-        names = [*DECIDING, *(path.name for path in step.glob("model-*.safetensors"))] if goes else []
+        names = [*DECIDING, *(path.name for path in matching(step, "model-*.safetensors"))] if goes else []
         if isinstance(step, RemotePath):
             deciding, shards = names[: len(DECIDING)], names[len(DECIDING) :]
             failures += delete([step / name for name in deciding]) or delete([step / name for name in shards])
@@ -562,8 +562,9 @@ def _removed(step: Path, names: Sequence[str]) -> list[str]:
             with staging(step, inside=True):  # so that nobody saves there meanwhile
                 for name in names:
                     (step / name).unlink(missing_ok=True)
-            if not os.listdir(step):  # there may be files of others
-                step.rmdir()
+            with contextlib.suppress(FileNotFoundError):  # another saver removed it as well
+                if not os.listdir(step):  # there may be files of others
+                    step.rmdir()
     except LazyModelError as error:
         return [str(error)]
     return []

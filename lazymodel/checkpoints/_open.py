@@ -6,6 +6,7 @@ tensors of every file that can be opened. No tensor's bytes are read.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple, cast
 
 from lazymodel._devices.collective import opening, run_store
 from lazymodel._errors import CheckpointError, LazyModelError, LazyModelWarning
-from lazymodel._remote.path import Location, RemotePath
+from lazymodel._remote.path import Location, RemotePath, matching
 from lazymodel._remote.requests import Unavailable
 from lazymodel._remote.store import cached_commit, cached_snapshot, is_offline
 from lazymodel._remote.url import is_url
@@ -37,6 +38,7 @@ from lazymodel.checkpoints._untrusted import check_pointer, indexed_shards, read
 from lazymodel.checkpoints._verify import Verify, mismatches, no_hash, stated_hashes, verify_files
 
 SAVING = ".lazymodel-saving"  # what the names of savers' own folders end in
+_LOOKS = 10  # at a folder that changes while it is looked at, which takes longer than replacing what is in it
 OLD = "old"  # in one: the folder that is being replaced, where the file system cannot exchange two in one step
 
 
@@ -305,7 +307,7 @@ def _in_snapshot(snapshot: Path | None, key: str) -> Path | None:
 
 def weight_files(folder: Location) -> Sequence[Location]:
     """The files of a folder that are its checkpoint: an index, the only weight file, or all safetensors files."""
-    indexes = sorted(folder.glob("*.safetensors.index.json"))
+    indexes = matching(folder, "*.safetensors.index.json")
     preferred = folder / "model.safetensors.index.json"
     if len(indexes) > 1 and preferred not in indexes:
         raise CheckpointError(f"{folder} has {len(indexes)} index files; open one of {[str(i) for i in indexes]}")
@@ -314,15 +316,41 @@ def weight_files(folder: Location) -> Sequence[Location]:
     for name in ("model.safetensors", "model.weights.json", "model.weights.h5"):
         if (folder / name).exists():
             return [folder / name]
-    return sorted(folder.glob("*.safetensors")) or model_files(folder)
+    return matching(folder, "*.safetensors") or model_files(folder)
 
 
 def find_contents(where: Location) -> Contents:
     """Opens what is at a place as it is stored, and notes what is wrong with it.
 
+    A folder in which a saver replaced or removed what was looked at is looked at again.
+
     Raises:
         CheckpointError: Nothing in a folder is a checkpoint.
     """
+    for _ in range(_LOOKS):
+        before = _entries(where)
+        try:
+            found = _find_contents(where)
+        except CheckpointError:
+            if _entries(where) == before:
+                raise
+            continue
+        if not found.problems or _entries(where) == before:
+            return found
+        for part, _ in found.parts:
+            part.close()
+    return _find_contents(where)
+
+
+def _entries(where: Location) -> set[tuple[str, int]]:
+    """Names in a folder on a disk, each with the identity of its file: a saver brings other files."""
+    if isinstance(where, Path):
+        with contextlib.suppress(OSError), os.scandir(where) as entries:
+            return {(entry.name, entry.inode()) for entry in entries}
+    return set()
+
+
+def _find_contents(where: Location) -> Contents:
     found = Contents(where, "safetensors")
     files: Sequence[Location] = [where]
     if where.is_dir():
@@ -346,7 +374,7 @@ def find_contents(where: Location) -> Contents:
         except CheckpointError as error:
             found.problem(str(error), file)
             # What is stored alongside is shown all the same.
-            found.add_loose(sorted(file.parent.glob(f"*{kind.shards}")), kind.open)
+            found.add_loose(matching(file.parent, f"*{kind.shards}"), kind.open)
             return found
         found.metadata = content.get("metadata")
         found.add_indexed(index, kind.open)
@@ -383,7 +411,7 @@ def _without_weight_files(where: Location) -> Contents:
             found.format = "pytorch"
             found.add_loose(files, PyTorchFile)
             return found
-        others = foreign(file.name for file in where.glob("*"))
+        others = foreign(file.name for file in matching(where, "*"))
         raise CheckpointError(f"found no checkpoint in folder {where}; {others}supported: {_SUPPORTED}")
     found.format = "numpy"
     with found.noting():
