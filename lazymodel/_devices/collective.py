@@ -235,8 +235,9 @@ class CollectiveScope:
         checksum = f"{zlib.crc32(whole.encode(errors='backslashreplace')):08x}"
         done = _sums((name, done) for name, (done, _) in self.shares.items())
         report = {"outcome": self.outcome[:_TEXT], "checksum": checksum, "files": self.files[:_FILES]}
-        return json.dumps(report | {"layouts": self._layouts(), "shares": done})
+        return json.dumps(report | {"layouts": self._layouts, "shares": done})
 
+    @functools.cached_property
     def _layouts(self) -> list[int]:
         return _sums((path, layout_of(each)[1]) for path, each in self.variables.items())
 
@@ -297,10 +298,10 @@ class CollectiveScope:
     def _difference(self, found: dict[str, str]) -> str:
         """The error if reports differ; else empty."""
         reports = {int(process): json.loads(text) for process, text in found.items() if text}
-        first, own = min(reports, default=0), self._layouts()
+        first, own = min(reports, default=0), self._layouts
         for process, report in sorted(reports.items()):
             if report["layouts"] != own:
-                return self._unequal(process, [p for p in self.variables if _differ(own, report["layouts"], p)])
+                return self._unequal(process, _differing(self.variables, own, report["layouts"]))
         for process, report in sorted(reports.items()):
             if report["checksum"] == reports[first]["checksum"]:
                 continue
@@ -316,7 +317,7 @@ class CollectiveScope:
         done = [sum(each) % _PRIME for each in zip(*(report["shares"] for report in reports.values()), strict=True)]
         due = _sums((name, whole) for name, (_, whole) in self.shares.items())
         if reports and done != due:
-            wrong = listed([repr(name) for name in self.shares if _differ(done, due, name)])
+            wrong = listed(map(repr, _differing(self.shares, done, due)))
             return (
                 f"not every element of {wrong} has exactly one process that would write it, {self.consequence}: it is "
                 "on devices of one process alone, or the mappings differ. Give all processes the same mapping, and "
@@ -341,20 +342,22 @@ _GROUPS = 64  # of names, so that an error can say which differ: one process rea
 _PRIME = (1 << 61) - 1
 
 
-def _group(name: str) -> int:
-    return zlib.crc32(name.encode(errors="backslashreplace")) % _GROUPS
+def _code(name: str) -> int:
+    return zlib.crc32(name.encode(errors="backslashreplace"))
 
 
 def _sums(numbers: Iterable[tuple[str, int]]) -> list[int]:
-    """The sum of numbers by groups of names."""
+    """The sums of numbers by groups of their names, weighted by name."""
     sums = [0] * _GROUPS
     for name, number in numbers:
-        sums[_group(name)] += number
+        code = _code(name)
+        sums[code % _GROUPS] += (code | 1) * number
     return [each % _PRIME for each in sums]
 
 
-def _differ(one: Sequence[int], other: Sequence[int], name: str) -> bool:
-    return one[_group(name)] != other[_group(name)]
+def _differing(names: Iterable[str], one: Sequence[int], other: Sequence[int]) -> list[str]:
+    """The names in groups whose sums differ."""
+    return [name for name in names if one[(group := _code(name) % _GROUPS)] != other[group]]
 
 
 def layout_of(array: Any) -> tuple[str, int]:
@@ -362,21 +365,19 @@ def layout_of(array: Any) -> tuple[str, int]:
 
     Of an array that is on devices of one process only, no device: each process may have its own.
     """
-    text, checksum = _placement(array.sharding)
-    own = f"{array.dtype}{list(array.shape)}"
-    return own + text, zlib.crc32(own.encode(), checksum)
+    return _layout(array.dtype, tuple(array.shape), array.sharding)
 
 
-@functools.lru_cache(maxsize=1024)
-def _placement(sharding: Sharding | None) -> tuple[str, int]:
-    if sharding is None or len({device.process_index for device in sharding.device_set}) == 1:
-        return "", 0
-    if isinstance(sharding, NamedSharding):
-        devices = [device.id for device in cast(Any, sharding.mesh.devices).flat]
-        how = f" {sharding.spec} of {dict(sharding.mesh.shape)} in memory {sharding.memory_kind!r}"
-    else:
-        devices, how = sorted(device.id for device in sharding.device_set), f" {sharding}"
-    return f"{how} on devices {listed(map(str, devices))}", zlib.crc32(f"{how} {devices}".encode())
+@functools.lru_cache(maxsize=4096)
+def _layout(dtype: Any, shape: tuple[int, ...], sharding: Sharding | None) -> tuple[str, int]:
+    text, devices = f"{dtype}{list(shape)}", list[Any]()
+    if sharding is not None and len({device.process_index for device in sharding.device_set}) > 1:
+        devices, how = sorted(device.id for device in sharding.device_set), str(sharding)
+        if isinstance(sharding, NamedSharding):
+            devices = [device.id for device in cast(Any, sharding.mesh.devices).flat]
+            how = f"{sharding.spec} of {dict(sharding.mesh.shape)} in memory {sharding.memory_kind!r}"
+        text += f" {how} on devices {listed(map(str, devices))}"
+    return text, zlib.crc32(f"{text} {devices}".encode())
 
 
 def _pause(waited: float) -> None:
