@@ -18,6 +18,7 @@ import numpy as np
 from lazymodel._abstract.framework import ModelSpec
 from lazymodel._abstract.variable import NUMBERS, flatten_paths
 from lazymodel._devices.collective import agreement
+from lazymodel._devices.hardware import require_live
 from lazymodel._errors import CheckpointError, LazyModelError
 from lazymodel._mapping.match import MappedCheckpoint
 from lazymodel.checkpoints._checkpoint import KEY, Checkpoint, TrainingState, find_step, place_of, read_described
@@ -76,6 +77,7 @@ def restore(
     if not isinstance(model, ModelSpec):
         got = type(model).__name__
         raise LazyModelError(f"restore takes the abstract model of what was saved, of build_abstract; got {got}")
+    require_live(model.variables)
     with contextlib.ExitStack() as stack:
         with agreement(model.variables, done="restored"):
             if step is not None:

@@ -64,7 +64,10 @@ class Cases:
         dict(self.by_rules().stream())
 
     def run_devices(self) -> None:
-        self.by_devices().run(lambda model: model["w"].sum())
+        def total(model: dict[str, jax.Array]) -> jax.Array:
+            return model["w"].sum()
+
+        self.by_devices().run(total)
 
     def restore_rules(self) -> None:
         lm.restore(self.by_rules(), self.folder / "steps")
