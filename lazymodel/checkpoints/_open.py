@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from lazymodel._devices.collective import opening, run_store
 from lazymodel._errors import CheckpointError, LazyModelError, LazyModelWarning
@@ -36,6 +36,8 @@ from lazymodel.checkpoints._pytorch import PyTorchFile, model_weights, pytorch_f
 from lazymodel.checkpoints._safetensors import Contents, Index, SafetensorsFile, is_numbered, short, some
 from lazymodel.checkpoints._untrusted import check_pointer, indexed_shards, read_json_file, weight_map
 from lazymodel.checkpoints._verify import Verify, mismatches, no_hash, stated_hashes, verify_files
+
+T = TypeVar("T")
 
 SAVING = ".lazymodel-saving"  # what the names of savers' own folders end in
 _LOOKS = 10  # at a folder that changes while it is looked at, which takes longer than replacing what is in it
@@ -322,24 +324,27 @@ def weight_files(folder: Location) -> Sequence[Location]:
 def find_contents(where: Location) -> Contents:
     """Opens what is at a place as it is stored, and notes what is wrong with it.
 
-    A folder in which a saver replaced or removed what was looked at is looked at again.
-
     Raises:
         CheckpointError: Nothing in a folder is a checkpoint.
     """
+    return _settled(lambda: _entries(where), lambda _: _find_contents(where))
+
+
+def _settled(state: Callable[[], T], look: Callable[[T], Contents]) -> Contents:
+    """What a look finds; if it finds problems and a saver changed the state meanwhile, what another look finds."""
     for _ in range(_LOOKS):
-        before = _entries(where)
+        before = state()
         try:
-            found = _find_contents(where)
+            found = look(before)
         except CheckpointError:
-            if _entries(where) == before:
+            if state() == before:
                 raise
             continue
-        if not found.problems or _entries(where) == before:
+        if not found.problems or state() == before:
             return found
         for part, _ in found.parts:
             part.close()
-    return _find_contents(where)
+    return look(state())
 
 
 def _entries(where: Location) -> set[tuple[str, int]]:
@@ -402,8 +407,8 @@ def _without_weight_files(where: Location) -> Contents:
             found.add(OrbaxCheckpoint(where, item))
     if item is not None or found.problems:
         return found
-    if (step := newest_step(where)) is not None:
-        return find_contents(step)
+    if newest_step(where) is not None:
+        return _settled(lambda: newest_step(where), lambda step: find_contents(step or where))
     if not (names := npy_names(where)):
         if files := pytorch_files(where):
             if len(files) == 1 and not is_numbered(files[0].name):

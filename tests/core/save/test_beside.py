@@ -54,16 +54,22 @@ def test_no_opener_fails_beside_savers(tmp_path: Path, case: str, seconds: float
 
 
 class Vanishing:
-    """Removes a folder the first time that it is listed, as a saver does that keeps fewer steps."""
+    """Removes a folder when it is listed, as a saver does that keeps fewer steps; or only what is in it.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    `at` is the number of the listing, from 1.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, at: int = 1, *, emptied: bool = False) -> None:
         self.folder, self.listed = folder, 0
         scandir, listdir = os.scandir, os.listdir
 
         def vanish(path: Any) -> None:
             if path == folder or path == str(folder):
                 self.listed += 1
-                shutil.rmtree(folder, ignore_errors=True)
+                if self.listed == at:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    if emptied:
+                        folder.mkdir()
 
         def scanning(path: Any = ".") -> Any:
             vanish(path)
@@ -100,6 +106,19 @@ def test_a_step_that_vanishes_while_it_is_listed_is_skipped(
     CALLS[call](run)
     assert vanishing.listed
     assert sorted(os.listdir(run)) == (["3"] if call == "save" else [str(3 - step)])
+
+
+@pytest.mark.parametrize("emptied", [False, True])
+@pytest.mark.parametrize("at", range(1, 7))
+def test_the_newest_step_may_vanish_at_any_time(
+    run: Path, monkeypatch: pytest.MonkeyPatch, at: int, emptied: bool
+) -> None:
+    vanishing = Vanishing(monkeypatch, run / "2", at, emptied=emptied)
+    with lm.open_checkpoint(run) as checkpoint:
+        assert checkpoint.path == str(run / ("1" if vanishing.listed >= at else "2"))
+    state = lm.training_state(run)
+    assert state is not None and state.step == (1 if vanishing.listed >= at else 2)
+    assert vanishing.listed >= at
 
 
 @pytest.mark.parametrize("missing", ["folder", "parent"])
