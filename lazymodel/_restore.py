@@ -6,6 +6,7 @@ training state that are not arrays.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from typing import Any, Protocol, TypeVar, cast
@@ -16,6 +17,8 @@ import numpy as np
 
 from lazymodel._abstract.framework import ModelSpec
 from lazymodel._abstract.variable import NUMBERS, flatten_paths
+from lazymodel._devices.collective import agreement
+from lazymodel._devices.hardware import require_live
 from lazymodel._errors import CheckpointError, LazyModelError
 from lazymodel._mapping.match import MappedCheckpoint
 from lazymodel.checkpoints._checkpoint import KEY, Checkpoint, TrainingState, find_step, place_of, read_described
@@ -74,13 +77,15 @@ def restore(
     if not isinstance(model, ModelSpec):
         got = type(model).__name__
         raise LazyModelError(f"restore takes the abstract model of what was saved, of build_abstract; got {got}")
-    if step is not None:
-        path, storage_options = cast(Any, find_step(place_of(path, storage_options), step)), None
-    with open_checkpoint(path, storage_options) as checkpoint:
-        numbers = {
-            name: _number(checkpoint, name, number) for name, number in flatten_paths(model.tree, only=NUMBERS).items()
-        }
-        tensors = {name: checkpoint[name] for name in checkpoint if name not in numbers}
+    require_live(model.variables)
+    with contextlib.ExitStack() as stack:
+        with agreement(model.variables, done="restored"):
+            if step is not None:
+                path, storage_options = cast(Any, find_step(place_of(path, storage_options), step)), None
+            checkpoint = stack.enter_context(open_checkpoint(path, storage_options))
+            given = flatten_paths(model.tree, only=NUMBERS)
+            numbers = {name: _number(checkpoint, name, number) for name, number in given.items()}
+            tensors = {name: checkpoint[name] for name in checkpoint if name not in numbers}
         restored = model.materialize(MappedCheckpoint(tensors, checkpoint), **{"initialize": "nothing", **options})
     if not numbers:
         return restored
@@ -124,14 +129,14 @@ def training_state(
         >>> lm.training_state("nothing yet") is None
         True
     """
-    folder = find_step(place_of(path, storage_options), step)
-    if folder is None:
+    where = place_of(path, storage_options)
+    if (found := find_step(where, step)) is None:
         return None
-    if not folder.name.isdecimal():
+    # The newest is looked for again as it is opened: it may have been removed for newer ones.
+    with open_checkpoint(cast(Any, where if step is None else found)) as checkpoint:
+        folder, text = checkpoint.path, (checkpoint.metadata or {}).get(KEY)
+    folder = os.path.dirname(folder) if folder.endswith(".json") else folder
+    if not (number := os.path.basename(folder)).isdecimal():
         raise CheckpointError(f"{folder}: expected a folder of steps, or a step, whose name is a number")
-    with open_checkpoint(cast(Any, folder)) as checkpoint:
-        text = (checkpoint.metadata or {}).get(KEY)
-    metadata, data = (
-        ({}, None) if text is None else read_described(read_json_object(text.encode(), str(folder)), folder)
-    )
-    return TrainingState(str(folder), int(folder.name), metadata, data)
+    metadata, data = ({}, None) if text is None else read_described(read_json_object(text.encode(), folder), folder)
+    return TrainingState(folder, int(number), metadata, data)

@@ -25,6 +25,7 @@ import atexit
 import collections
 import contextlib
 import dataclasses
+import functools
 import importlib
 import json
 import math
@@ -33,13 +34,14 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import jax
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from lazymodel._errors import CheckpointError, LazyModelError
+from lazymodel._show.text import listed
 
 WAIT = "LAZYMODEL_WAIT_SECONDS"
 _DEFAULT_WAIT = 1800.0  # seconds: some hosts download files that others have; a job's own limits are similar
@@ -133,9 +135,12 @@ class CollectiveScope:
     details: str = ""  # more that must be the same in all processes, but is not shown
     # Files that are read: names, which may differ, and identities of the content, which must not.
     files: Sequence[tuple[str, str]] = ()
+    variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # which must be the same in all processes
+    # Name → a number of what this process does of it, and the number that those of all processes must add up to.
+    shares: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    consequence: str = ""  # of a failure, for its message
     _store: Store | None = None
     _members: tuple[int, ...] = ()
-    _done: str = ""
     _given: str = ""
     _hint: str = ""
 
@@ -170,26 +175,26 @@ class CollectiveScope:
         CheckpointError, or none does.
         """
         self._points += 1
-        self.come(str(self._points), "")
+        self.come(str(self._points), reports=self._points == 1)
 
-    def come(self, point: str, report: str) -> None:
+    def come(self, point: str, *, reports: bool) -> None:
         """Waits at a point. Raises CheckpointError in all processes if their reports differ or some do not arrive."""
         store, folder = self._store, f"{self.folder()}{point}/"
         if store is None:
             return
-        store.put(f"{folder}reports/{store.process}", report)
+        store.put(f"{folder}reports/{store.process}", self.report() if reports else "")
         start = time.monotonic()
         while (verdict := store.get(f"{folder}verdict")) is None:
             waited, missing = time.monotonic() - start, set(self._members[:1])
-            reports: dict[str, str] = {}
+            found: dict[str, str] = {}
             # Only the first process watches all others, and they watch the first: otherwise thousands of processes
             # would read thousands of reports each.
             if self._leads or waited > self._limit:
-                reports = store.folder(f"{folder}reports/")
-                missing = set(self._members) - set(map(int, reports))
+                found = store.folder(f"{folder}reports/")
+                missing = set(self._members) - set(map(int, found))
             error, opening = self._failure(store, missing)
             if not error and not missing:
-                error = self._difference(reports)
+                error = self._difference(found)
             elif not error and waited > self._limit:
                 why = f"killed earlier, hanging, or in another operation ({WAIT} sets how long to wait)"
                 error = self._lost(missing, f"did not come within {self._limit:g} seconds", why)
@@ -228,7 +233,13 @@ class CollectiveScope:
         """The outcome of this process, which the others compare with theirs."""
         whole = "\0".join((self.outcome, self.details, *(content for _, content in self.files)))
         checksum = f"{zlib.crc32(whole.encode(errors='backslashreplace')):08x}"
-        return json.dumps({"outcome": self.outcome[:_TEXT], "checksum": checksum, "files": self.files[:_FILES]})
+        done = _sums((name, done) for name, (done, _) in self.shares.items())
+        report = {"outcome": self.outcome[:_TEXT], "checksum": checksum, "files": self.files[:_FILES]}
+        return json.dumps(report | {"layouts": self._layouts, "shares": done})
+
+    @functools.cached_property
+    def _layouts(self) -> list[int]:
+        return _sums((path, layout_of(each)[1]) for path, each in self.variables.items())
 
     def fail(self, error: str, opening: int = 0) -> str:
         """Records that the stage failed. Returns the first error of any process, which may be a different one.
@@ -245,7 +256,7 @@ class CollectiveScope:
         return error
 
     def nothing(self, what: str, why: str) -> str:
-        return f"{what}, so nothing was {self._done} here either{why and ': ' + why}"
+        return f"{what}, {self.consequence}{why and ': ' + why}"
 
     def folder(self, before: int = 0) -> str:
         """Folder in the store for this stage, or for an earlier one: `before` stages ago."""
@@ -287,7 +298,10 @@ class CollectiveScope:
     def _difference(self, found: dict[str, str]) -> str:
         """The error if reports differ; else empty."""
         reports = {int(process): json.loads(text) for process, text in found.items() if text}
-        first = min(reports, default=0)
+        first, own = min(reports, default=0), self._layouts
+        for process, report in sorted(reports.items()):
+            if report["layouts"] != own:
+                return self._unequal(process, _differing(self.variables, own, report["layouts"]))
         for process, report in sorted(reports.items()):
             if report["checksum"] == reports[first]["checksum"]:
                 continue
@@ -300,7 +314,70 @@ class CollectiveScope:
                 texts = [f"{each['outcome']} (checksum {each['checksum']})" for each in both]
             would = f"process {first} would {texts[0]}, process {process} would {texts[1]}"
             return f"the processes' {self._given}: {would}. {self._hint}."
+        done = [sum(each) % _PRIME for each in zip(*(report["shares"] for report in reports.values()), strict=True)]
+        due = _sums((name, whole) for name, (_, whole) in self.shares.items())
+        if reports and done != due:
+            wrong = listed(map(repr, _differing(self.shares, done, due)))
+            return (
+                f"not every element of {wrong} has exactly one process that would write it, {self.consequence}: it is "
+                "on devices of one process alone, or the mappings differ. Give all processes the same mapping, and "
+                "save what only one of them has in that process, to a path of its own"
+            )
         return ""
+
+    def _unequal(self, other: int, ours: Sequence[str]) -> str:
+        """The error if variables differ from those of another process; `ours` are among them."""
+        own = cast(Store, self._store).process
+        found = f"process {other} has some that process {own} has not"
+        if ours:
+            texts = [f"{path!r} as {layout_of(self.variables[path])[0]}" for path in ours]
+            found = f"process {own} has {listed(texts, most=1)}, process {other} has not"
+        return (
+            f"the processes' variables differ in name, dtype, shape or sharding: {found}. Give all processes the same "
+            "model, rules and mesh, with devices in the same order, which is that of jax.devices()"
+        )
+
+
+_GROUPS = 64  # of names, so that an error can say which differ: one process reads the reports of a thousand
+_PRIME = (1 << 61) - 1
+
+
+def _code(name: str) -> int:
+    return zlib.crc32(name.encode(errors="backslashreplace"))
+
+
+def _sums(numbers: Iterable[tuple[str, int]]) -> list[int]:
+    """The sums of numbers by groups of their names, weighted by name."""
+    sums = [0] * _GROUPS
+    for name, number in numbers:
+        code = _code(name)
+        sums[code % _GROUPS] += (code | 1) * number
+    return [each % _PRIME for each in sums]
+
+
+def _differing(names: Iterable[str], one: Sequence[int], other: Sequence[int]) -> list[str]:
+    """The names in groups whose sums differ."""
+    return [name for name in names if one[(group := _code(name) % _GROUPS)] != other[group]]
+
+
+def layout_of(array: Any) -> tuple[str, int]:
+    """dtype, shape, and which device has which part of an array: for messages, and as a checksum.
+
+    Of an array that is on devices of one process only, no device: each process may have its own.
+    """
+    return _layout(array.dtype, tuple(array.shape), array.sharding)
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout(dtype: Any, shape: tuple[int, ...], sharding: Sharding | None) -> tuple[str, int]:
+    text, devices = f"{dtype}{list(shape)}", list[Any]()
+    if sharding is not None and len({device.process_index for device in sharding.device_set}) > 1:
+        devices, how = sorted(device.id for device in sharding.device_set), str(sharding)
+        if isinstance(sharding, NamedSharding):
+            devices = [device.id for device in cast(Any, sharding.mesh.devices).flat]
+            how = f"{sharding.spec} of {dict(sharding.mesh.shape)} in memory {sharding.memory_kind!r}"
+        text += f" {how} on devices {listed(map(str, devices))}"
+    return text, zlib.crc32(f"{text} {devices}".encode())
 
 
 def _pause(waited: float) -> None:
@@ -310,29 +387,29 @@ def _pause(waited: float) -> None:
 
 @contextlib.contextmanager
 def agreement(
-    shardings: Iterable[Sharding | None],
+    variables: Mapping[str, Any],
     *,
     done: str = "materialized",
     given: str = "checkpoints, keys or seeds differ",
     hint: str = "Give all processes the same files and the same key or seed (of Keras: keras.utils.set_random_seed)",
 ) -> Generator[CollectiveScope]:
-    """Runs its body as a stage. At its end, all processes that hold devices of these shardings wait for each other.
+    """Runs its body as a stage. At its end, all processes that hold devices of these variables wait for each other.
 
     If the body fails in a process, that process raises its error at once. All others raise a `CheckpointError` that
     names the process and quotes its message, at the latest at the end of their own stage. They also raise if a process
-    gets another outcome, ends, is killed or does not arrive in time. If all devices belong to this process, nothing is
-    exchanged, so one process may still load a model of its own.
+    has other variables, gets another outcome, ends, is killed or does not arrive in time. If all devices belong to this
+    process, nothing is exchanged, so one process may still load a model of its own.
 
     A process waits for `LAZYMODEL_WAIT_SECONDS` (1800), but at most a minute after the last heartbeat of a process that
     was active, for example because it was killed.
 
     Args:
-        shardings: Shardings of the model; None means a variable on a device of this process.
+        variables: Path → what has a dtype, a shape and a sharding, or None as one: on a device of this process.
         done: What the stage does, for the message that it was not done here either.
         given: What differing outcomes mean, in a message that begins with "the processes'".
         hint: How to fix that.
     """
-    members = _sharing_processes(shardings)
+    members = _sharing_processes(each.sharding for each in variables.values())
     if not members:
         yield CollectiveScope()
         return
@@ -342,7 +419,8 @@ def agreement(
             f"processes {members} share the model's devices but cannot report failures to each other; call "
             "jax.distributed.initialize() in each of them before anything else"
         )
-    stage = CollectiveScope(_store=store, _members=members, _done=done, _given=given, _hint=hint)
+    stage = CollectiveScope(variables=variables, _store=store, _members=members, _given=given, _hint=hint)
+    stage.consequence = f"so nothing was {done} here either"
     _heartbeat.start(store)
     try:
         try:
@@ -351,7 +429,7 @@ def agreement(
                 yield stage
             finally:
                 _within.stage = False
-            stage.come("end", stage.report())
+            stage.come("end", reports=True)
         except BaseException as error:  # also KeyboardInterrupt: nothing here waits for others
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # the body's error has more information
                 stage.fail(stage.nothing(f"process {store.process} failed", _excerpt(error)))

@@ -27,7 +27,7 @@ from lazymodel._abstract.framework import ModelSpec
 from lazymodel._abstract.garbage import no_full_collections
 from lazymodel._abstract.variable import AbstractVariable, device_shardings, host_array, is_narrowed, stays_on_host
 from lazymodel._compile import Compile, Compiling, prepared
-from lazymodel._devices.collective import CollectiveScope, agreement
+from lazymodel._devices.collective import CollectiveScope, agreement, layout_of
 from lazymodel._devices.hardware import require_live
 from lazymodel._errors import CheckpointError
 from lazymodel._extras import extra
@@ -125,9 +125,8 @@ def materialize(
     (model, compiles), matching = prepared(model, compile, timeline), time.perf_counter()
     require_live(model.variables)
     model.framework.check_placed(model.variables)
-    assigned = [variable.sharding for variable in model.values()]
     # Before the first program runs: a program that only some processes run could wait forever for the others.
-    with agreement(assigned) as stage:
+    with agreement(model.variables) as stage:
         deliver, checkpoint = delivery(report), flat_checkpoint(checkpoint)
         read = model.as_read(checkpoint or ())
         choice = resolve_and_warn(read, checkpoint, initialize=initialize, strict=strict, cast=cast)
@@ -135,7 +134,7 @@ def materialize(
         timeline.add("match", matching, time.perf_counter())
         compiling = Compiling(model, compiles, device_shardings(model.variables), timeline)
         publish_fingerprint(stage, choice, compiling.names, itertools.chain(load.details(), compiling.details))
-    with agreement(assigned) as stage, compiling.in_background():
+    with agreement(model.variables) as stage, compiling.in_background():
         bar = progress_for(progress)
         arrays, costs = _make_arrays(load, compiling, bar, stage, timeline)
     with timeline.span("rebuild"):
@@ -187,7 +186,7 @@ def stream(
     """
     require_live(model.variables)
     budget = parse_budget(max_host_memory, _STREAM_BUDGET)
-    with agreement([variable.sharding for variable in model.values()], done="streamed") as stage:
+    with agreement(model.variables, done="streamed") as stage:
         checkpoint, stored = flat_checkpoint(checkpoint), model
         model = model.as_read(checkpoint or ())
         shardings = device_shardings({**stored.variables, **model.variables})
@@ -222,7 +221,7 @@ class _Load:
 
     def details(self) -> Iterator[str]:
         """The programs that copy arrays or exchange parts, in order: the same in all processes."""
-        yield from (f"copy {move.path} {array.sharding}" for move, array in self.moves)
+        yield from (f"copy {move.path} {layout_of(array)}" for move, array in self.moves)
         yield from (f"share {share.nbytes} {[item.path for item in share.items]}" for share in self.shares)
         yield from (f"exchange {path} {exchange.partition}" for path, exchange in self.exchanges.items())
 

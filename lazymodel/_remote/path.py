@@ -230,6 +230,13 @@ class RemotePath:
 Location: TypeAlias = "Path | RemotePath"
 
 
+def matching(folder: Location, pattern: str) -> list[Location]:
+    """The entries of a folder whose names match, in order; none if a saver has removed the folder meanwhile."""
+    with contextlib.suppress(FileNotFoundError):  # of Python before 3.13
+        return sorted(folder.glob(pattern))
+    return []
+
+
 _HEADS = 16  # heads of objects that are fetched at a time
 _MOST_HEADS = 1024  # heads in all: an index with more shards than models have is more likely wrong
 

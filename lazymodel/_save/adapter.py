@@ -22,13 +22,14 @@ from lazymodel._abstract.framework import ModelSpec
 from lazymodel._abstract.pairs import lora_pairs, with_scale
 from lazymodel._abstract.variable import lazy_array
 from lazymodel._adapters.peft import CONFIG, EMBEDDINGS, FILES, PREFIX
+from lazymodel._devices.collective import agreement
 from lazymodel._errors import LazyModelError, warn
 from lazymodel._mapping.pairs import LowRank, of_rank
 from lazymodel._mapping.table import WeightMap
 from lazymodel._remote.url import is_url
 from lazymodel._save.atomic import carry_over, writing
 from lazymodel._save.destination import SavedFile, SaveOptions, WholeFolder, layout
-from lazymodel._save.save import default_budget, values_of, write_to
+from lazymodel._save.save import TERMS, default_budget, values_of, write_to
 from lazymodel._save.write import check_budget
 from lazymodel._show.progress import Progress, progress_for
 from lazymodel._show.text import listed, parse_budget
@@ -93,26 +94,29 @@ def save_adapter(
     if not found:
         raise LazyModelError(f"save_adapter: {type(model).__name__} has no LoRA pairs; lm.save writes models without")
     pairs = with_scale(found, scale)
-    values, shardings = values_of(model)
-    arrays = {path: lazy_array(path, values[path]) for pair in pairs for path in (pair.a, pair.b)}
-    table = WeightMap({pair.base: pair.base for pair in pairs}) if mapping is None else mapping
-    added = {name.replace("/", "."): low for name, low in table.write_pairs(pairs, arrays).items()}
-    errors = {} if rank is None else _limit(added, rank)
-    if far := [f"{module} {error:.2g}" for module, error in errors.items() if error >= _FAR]:
-        warn(f"save_adapter: rank {rank} changes products by a tenth or more of their norms, {listed(far)}; raise it")
-    others = {path: np.shape(array) for path, array in values.items() if path not in arrays}
-    known = others if mapping is None else mapping.tensor_names(others)
-    tensors, config = _adapter(added, {name.replace("/", ".") for name in known}, base)
-    options = SaveOptions(
-        None, parse_budget(max_host_memory, default_budget(tensors)), {"format": "pt"}, progress_for(progress)
-    )
+    values, held = values_of(model)
+    with agreement(held, **TERMS):
+        arrays = {path: lazy_array(path, values[path]) for pair in pairs for path in (pair.a, pair.b)}
+        table = WeightMap({pair.base: pair.base for pair in pairs}) if mapping is None else mapping
+        added = {name.replace("/", "."): low for name, low in table.write_pairs(pairs, arrays).items()}
+        errors = {} if rank is None else _limit(added, rank)
+        if far := [f"{module} {error:.2g}" for module, error in errors.items() if error >= _FAR]:
+            warn(
+                f"save_adapter: rank {rank} changes products by a tenth or more of their norms, {listed(far)}; raise it"
+            )
+        others = {path: np.shape(array) for path, array in values.items() if path not in arrays}
+        known = others if mapping is None else mapping.tensor_names(others)
+        tensors, config = _adapter(added, {name.replace("/", ".") for name in known}, base)
+        options = SaveOptions(
+            None, parse_budget(max_host_memory, default_budget(tensors)), {"format": "pt"}, progress_for(progress)
+        )
     if tied := [pair.base for pair in pairs if pair.tied]:
         config["ensure_weight_tying"] = True  # without, PEFT adds it to the embeddings only
         warn(
             f"save_adapter: {tied[0]!r} is also the output projection. PEFT's models compute with its pair in both "
             "places, but merge_and_unload adds it twice; lm.merge adds it once"
         )
-    write_to(lambda: _AdapterFolder(Path(folder), tensors, config, options), shardings, options, overwrite=overwrite)
+    write_to(lambda: _AdapterFolder(Path(folder), tensors, config, options), held, options, overwrite=overwrite)
     return errors
 
 

@@ -268,16 +268,17 @@ def _lock(folder: Path, destination: Path) -> int:
 
 def _try_lock(folder: Path, destination: Path) -> int | None:
     """The descriptor of the lock; None if the saver before this one removed its folder in between."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
     found = True
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
         os.mkdir(folder)
         found = False
-    except FileExistsError:
-        if not stat.S_ISDIR(os.lstat(folder).st_mode):
-            raise
     except FileNotFoundError:
         return None
+    except FileExistsError as error:
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISDIR(os.lstat(error.filename).st_mode):
+                raise
     try:
         fd = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except FileNotFoundError:

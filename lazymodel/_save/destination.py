@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from lazymodel._errors import LazyModelError
-from lazymodel._remote.path import Location
+from lazymodel._remote.path import Location, matching
 from lazymodel._save.atomic import Staging, staging, writing
 from lazymodel._show.progress import Progress
 from lazymodel._show.text import format_bytes, listed
@@ -286,7 +286,7 @@ def check_file(path: Location) -> None:
     folder = path.parent
     if path.is_dir():
         raise LazyModelError(f"{path} is a folder; give the name of a file, or of a folder without a suffix of files")
-    for index in sorted(folder.glob("*.safetensors.index.json")):
+    for index in matching(folder, "*.safetensors.index.json"):
         if path.name in listed_shards(index) or (path.name, index.name) == (SINGLE, INDEX):
             raise LazyModelError(
                 f"{path} would change the sharded checkpoint of {index}, or be hidden by it; save to the "

@@ -28,7 +28,7 @@ from lazymodel._devices.collective import agreement
 from lazymodel._errors import CheckpointError, LazyModelError, warn
 from lazymodel._mapping.match import model_values
 from lazymodel._mapping.table import WeightMap
-from lazymodel._remote.path import Location, RemotePath
+from lazymodel._remote.path import Location, RemotePath, matching
 from lazymodel._remote.url import is_url
 from lazymodel._save import hdf5, numpy, orbax
 from lazymodel._save.atomic import staging, writing
@@ -37,7 +37,7 @@ from lazymodel._save.hdf5 import Hdf5Shards
 from lazymodel._save.numpy import NpyDestination, NpzDestination
 from lazymodel._save.orbax import OrbaxDestination
 from lazymodel._save.remote import RemoteDestination, check_writable, delete
-from lazymodel._save.write import check_budget, write_files
+from lazymodel._save.write import check_budget, share_of, write_files
 from lazymodel._show.progress import Progress, ProgressTo, progress_for, reported
 from lazymodel._show.text import closest, listed, parse_budget, parse_bytes
 from lazymodel._tensors.boxes import Box, box_shape, slabs
@@ -54,7 +54,7 @@ _SUFFIXES = {
 # Suffixes of other programs' files; a folder of such a name would look like one.
 _OF_OTHERS = (".gguf", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".onnx", ".keras", ".safetensor", ".zip")
 # The terms of errors if processes that save together disagree.
-_TERMS = {"done": "saved", "given": "tensors differ", "hint": "Save the same model in all processes"}
+TERMS = {"done": "saved", "given": "tensors differ", "hint": "Save the same model in all processes"}
 DEFAULT_BUDGET = 256 << 20  # bytes; all threads with all they take, beyond which nothing gets faster
 
 WriteFunction: TypeAlias = "Callable[[Mapping[str, LazyTensor]], Mapping[str, Any]]"
@@ -120,32 +120,36 @@ def save(
         >>> lm.open_checkpoint("folder").files
         ['folder/model-00001-of-00002.safetensors', 'folder/model-00002-of-00002.safetensors']
     """
-    (arrays, shardings), format = values_of(model), _format(path, format)
-    where = _located(path, storage_options, format)
-    tensors = mapped({name: lazy_array(name, array) for name, array in arrays.items()}, mapping)
-    size = parse_bytes(max_shard_size, name="max_shard_size", at_least=1)
-    options = SaveOptions(
-        shard_size=None if where.suffix == ".safetensors" else size,
-        budget=parse_budget(max_host_memory, default_budget(tensors)),
-        metadata={"format": "pt"} | dict(metadata or {}),
-        bar=progress_for(progress),
-    )
-    write_to(lambda: _destination(tensors, where, format, options, shardings), shardings, options, overwrite=overwrite)
+    arrays, held = values_of(model)
+    with agreement(held, **TERMS):
+        format = _format(path, format)
+        where = _located(path, storage_options, format)
+        tensors = mapped({name: lazy_array(name, array) for name, array in arrays.items()}, mapping)
+        size = parse_bytes(max_shard_size, name="max_shard_size", at_least=1)
+        options = SaveOptions(
+            shard_size=None if where.suffix == ".safetensors" else size,
+            budget=parse_budget(max_host_memory, default_budget(tensors)),
+            metadata={"format": "pt"} | dict(metadata or {}),
+            bar=progress_for(progress),
+        )
+    shardings = [each.sharding for each in held.values()]
+    write_to(lambda: _destination(tensors, where, format, options, shardings), held, options, overwrite=overwrite)
 
 
 def write_to(
     make: Callable[[], Destination | RemoteDestination],
-    shardings: Sequence[Any],
+    held: Mapping[str, Any],
     options: SaveOptions,
     *,
     overwrite: bool,
 ) -> None:
-    """Writes to a destination, in all processes or in none: what they write is staged until the leading one commits."""
-    several = not all(sharding.is_fully_addressable for sharding in shardings)
-    processes = {device.process_index for sharding in shardings for device in sharding.device_set}
-    leads = not several or jax.process_index() == min(processes)
+    """Writes to a destination, in all processes or in none: what they write is staged until the leading one commits.
+
+    `held` are the variables whose processes save together.
+    """
+    several, leads = _roles(held)
     with contextlib.ExitStack() as stack:
-        with agreement(shardings, **_TERMS) as stage:
+        with agreement(held, **TERMS) as stage:
             target = make()
             named = [
                 (file.name, [(n, each.dtype.name, each.shape, at) for n, each, at in file.tensors])
@@ -154,9 +158,13 @@ def write_to(
             count = sum(len(file.tensors) for file in target.files)
             stage.outcome = f"write {count} tensors to {len(named)} files, {named[0][0] if named else ''!r} first"
             stage.details = repr((named, options.budget, sorted(options.metadata.items())))
+            if several:
+                stage.shares = {
+                    name: share_of(each, leads=leads) for file in target.files for name, each, _ in file.tensors
+                }
             stack.enter_context(target.staged(leads=leads, overwrite=overwrite))
         try:
-            with agreement(shardings, **_TERMS) as stage:
+            with agreement(held, **TERMS) as stage:
                 if isinstance(target, RemoteDestination):
                     target.write(stage)
                 else:
@@ -164,9 +172,19 @@ def write_to(
         except BaseException:
             target.withdraw()
             raise
-        with agreement(shardings, **_TERMS):
+        with agreement(held, **TERMS) as stage:
+            stage.consequence = "while the new checkpoint was put in place: the old one is there, or the new one"
             if leads:
                 target.commit()
+                stage.consequence = "but the new checkpoint is saved"
+
+
+def _roles(held: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether several processes save together, and whether this is the one that does what only one has to do."""
+    shardings = [each.sharding for each in held.values()]
+    several = not all(sharding.is_fully_addressable for sharding in shardings)
+    processes = {device.process_index for sharding in shardings for device in sharding.device_set}
+    return several, not several or jax.process_index() == min(processes)
 
 
 def _format(path: str | os.PathLike[str], format: str | None) -> str:
@@ -188,13 +206,13 @@ def _format(path: str | os.PathLike[str], format: str | None) -> str:
     return format or by_name or "safetensors"
 
 
-def values_of(model: Any) -> tuple[Mapping[str, Any], list[Any]]:
-    """Returns the tensors to save, by path, and the shardings whose processes save them together."""
+def values_of(model: Any) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """Returns the tensors to save, by path, and those of them whose processes save together."""
     if isinstance(model, ModelSpec):
         several = jax.process_count() > 1  # a single one may save what is planned for other devices
-        return model_values(model), [v.sharding for v in model.values() if several and v.sharding is not None]
+        return model_values(model), {path: v for path, v in model.items() if several and v.sharding is not None}
     arrays = named_arrays(model)
-    return arrays, [array.sharding for array in arrays.values() if isinstance(array, jax.Array)]
+    return arrays, {path: array for path, array in arrays.items() if isinstance(array, jax.Array)}
 
 
 def default_budget(tensors: Mapping[str, LazyTensor]) -> int:
@@ -487,17 +505,19 @@ def save_step(
     """
     if unknown := [name for name in options if name in ("mapping", "format")]:
         raise LazyModelError(f"save_step takes no argument {unknown[0]}: steps are safetensors under the model's paths")
-    if max_to_keep is not None and (not isinstance(cast(Any, max_to_keep), int) or max_to_keep < 1):
-        raise LazyModelError(f"max_to_keep is a number of steps, from 1, or None for all; got {max_to_keep!r}")
-    number = _number(step)
-    about = {KEY: json.dumps(described(metadata, data))}
-    if not isinstance(model, ModelSpec):
-        leaves = named_arrays(model, kinds=ARRAYS + NUMBERS)
-        model = {name: np.asarray(leaf) if isinstance(leaf, NUMBERS) else leaf for name, leaf in leaves.items()}
-    _check_folder(place_of(folder, storage_options))
-    where = os.fspath(folder).rstrip("/")
+    held = values_of(model)[1]
+    with agreement(held, **TERMS):
+        if max_to_keep is not None and (not isinstance(cast(Any, max_to_keep), int) or max_to_keep < 1):
+            raise LazyModelError(f"max_to_keep is a number of steps, from 1, or None for all; got {max_to_keep!r}")
+        number = _number(step)
+        about = {KEY: json.dumps(described(metadata, data))}
+        if not isinstance(model, ModelSpec):
+            leaves = named_arrays(model, kinds=ARRAYS + NUMBERS)
+            model = {name: np.asarray(leaf) if isinstance(leaf, NUMBERS) else leaf for name, leaf in leaves.items()}
+        _check_folder(place_of(folder, storage_options))
+        where = os.fspath(folder).rstrip("/")
     save(model, f"{where}/{number}", metadata=about, storage_options=storage_options, **options)
-    if max_to_keep is not None and jax.process_index() == 0:
+    if max_to_keep is not None and _roles(held)[1]:
         try:
             failures = _remove_old(place_of(where, storage_options), number, max_to_keep)
         except CheckpointError as error:
@@ -546,7 +566,7 @@ def _remove_old(folder: Location, saved: int, most: int) -> list[str]:
         kept += complete
         goes = number != saved and (kept > most if complete else number < saved)
         # What makes it count goes first, so that a step is never there without its shards.
-        names = [*DECIDING, *(path.name for path in step.glob("model-*.safetensors"))] if goes else []
+        names = [*DECIDING, *(path.name for path in matching(step, "model-*.safetensors"))] if goes else []
         if isinstance(step, RemotePath):
             deciding, shards = names[: len(DECIDING)], names[len(DECIDING) :]
             failures += delete([step / name for name in deciding]) or delete([step / name for name in shards])
@@ -562,8 +582,9 @@ def _removed(step: Path, names: Sequence[str]) -> list[str]:
             with staging(step, inside=True):  # so that nobody saves there meanwhile
                 for name in names:
                     (step / name).unlink(missing_ok=True)
-            if not os.listdir(step):  # there may be files of others
-                step.rmdir()
+            with contextlib.suppress(FileNotFoundError):  # another saver removed it as well
+                if not os.listdir(step):  # there may be files of others
+                    step.rmdir()
     except LazyModelError as error:
         return [str(error)]
     return []

@@ -141,6 +141,21 @@ def owned(tensor: LazyTensor, target: np.ndarray, *, leads: bool) -> Iterator[tu
                 yield LazyTensor(source).box(common).converted(tensor.steps), out
 
 
+def share_of(tensor: LazyTensor, *, leads: bool) -> tuple[int, int]:
+    """Checksums of the places that this process writes to, and of all of them: those of processes add up to it."""
+    whole = fresh_view(tensor.shape, tensor.itemsize)
+    return sum(_places(part) for _, part in owned(tensor, whole, leads=leads)), _places(whole)
+
+
+def _places(view: np.ndarray) -> int:
+    """A polynomial in the addresses of a view's elements, summed over them."""
+    geometry = geometry_of(view)
+    extents = list(zip(geometry.strides, geometry.shape, strict=True))
+    twice_mean = 2 * geometry.start + sum(stride * (extent - 1) for stride, extent in extents)
+    spread = sum(stride**2 * (extent**2 - 1) for stride, extent in extents)
+    return view.size * (1 + 7 * twice_mean + 3 * (3 * twice_mean**2 + spread))
+
+
 def check_budget(files: Sequence[SavedFile], budget: int, available: int | None = None) -> None:
     """Raises LazyModelError where a tensor cannot be written, or not read within the available part of the budget."""
     available = budget if available is None else available

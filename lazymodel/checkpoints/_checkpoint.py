@@ -11,13 +11,13 @@ A step counts once it has its one file, or its index and all shards; before that
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import reprlib
 from collections.abc import Collection, Iterator, KeysView, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -49,7 +49,7 @@ class TensorHeader(NamedTuple):
     offset: int | None = None
 
 
-class Checkpoint(Mapping[str, LazyTensor], AbstractContextManager["Checkpoint"]):
+class Checkpoint(Mapping[str, LazyTensor], contextlib.AbstractContextManager["Checkpoint"]):
     """An open checkpoint: tensor name → `LazyTensor`. Opening and looking up read headers only.
 
     Subclasses provide `_tensor` and pass the names they have, as a list or as the keys of a dict of theirs. Usable in
@@ -242,7 +242,8 @@ def is_nothing(place: Location) -> bool:
 
 def step_folders(folder: Location) -> list[tuple[int, Location]]:
     """(number, folder) of every folder in a folder that has a number for a name, the newest first."""
-    with reading(folder, "list"):
+    numbered: list[Location] = []
+    with reading(folder, "list"), contextlib.suppress(FileNotFoundError):  # a saver may have removed it meanwhile
         numbered = [child for child in folder.iterdir() if child.name.isdecimal() and child.is_dir()]
     return sorted(((int(child.name), child) for child in numbered), reverse=True)
 
@@ -257,13 +258,19 @@ def is_complete(step: Location) -> bool:
     try:
         shards = set(weight_map(read_json_file(index), index).values())
     except CheckpointError:
-        return True  # opening it says what is wrong
+        return index.exists()  # opening it says what is wrong, but not if a saver has removed it meanwhile
     return all((step / str(shard)).exists() for shard in shards)
 
 
 def newest_step(folder: Location) -> Location | None:
     """The newest complete step in a folder; None where there is none."""
-    return next((step for _, step in step_folders(folder) if is_complete(step)), None)
+    seen, steps = list[Any](), step_folders(folder)
+    while steps != seen:  # all that were listed may have been removed since, for newer ones
+        for _, step in steps:
+            if is_complete(step):
+                return step
+        seen, steps = steps, step_folders(folder)
+    return None
 
 
 def place_of(path: Any, options: Mapping[str, Any] | None) -> Location:
@@ -330,7 +337,7 @@ def described(metadata: Mapping[str, Any] | None, data: Any) -> dict[str, Any]:
     return found
 
 
-def read_described(found: Any, folder: Location) -> tuple[dict[str, Any], Any]:
+def read_described(found: Any, folder: str) -> tuple[dict[str, Any], Any]:
     """Metadata and data state from what `described` returned."""
     try:
         state = found.get("data")

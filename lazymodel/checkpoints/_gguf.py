@@ -22,7 +22,7 @@ import numpy as np
 
 from lazymodel._errors import CheckpointError
 from lazymodel._quantized.ggml import TYPES, TensorType, tensor_of
-from lazymodel._remote.path import Location, fetch_heads, source_of
+from lazymodel._remote.path import Location, fetch_heads, matching, source_of
 from lazymodel._show.text import plural
 from lazymodel._tensors.byte_reader import ByteReader, reading
 from lazymodel._tensors.lazy import LazyTensor
@@ -290,7 +290,7 @@ def split_names(name: str) -> list[str]:
 
 def model_files(folder: Location) -> Sequence[Location]:
     """The GGUF files of a folder, which must be of one model."""
-    files = sorted(folder.glob("*.gguf"))
+    files = matching(folder, "*.gguf")
     models = {split_names(file.name)[0]: None for file in files}
     if len(models) > 1:
         raise CheckpointError(f"{folder} has {len(models)} GGUF models; open one of {list(models)}")

@@ -6,6 +6,7 @@ tensors of every file that can be opened. No tensor's bytes are read.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -15,11 +16,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from lazymodel._devices.collective import opening, run_store
 from lazymodel._errors import CheckpointError, LazyModelError, LazyModelWarning
-from lazymodel._remote.path import Location, RemotePath
+from lazymodel._remote.path import Location, RemotePath, matching
 from lazymodel._remote.requests import Unavailable
 from lazymodel._remote.store import cached_commit, cached_snapshot, is_offline
 from lazymodel._remote.url import is_url
@@ -36,7 +37,10 @@ from lazymodel.checkpoints._safetensors import Contents, Index, SafetensorsFile,
 from lazymodel.checkpoints._untrusted import check_pointer, indexed_shards, read_json_file, weight_map
 from lazymodel.checkpoints._verify import Verify, mismatches, no_hash, stated_hashes, verify_files
 
+T = TypeVar("T")
+
 SAVING = ".lazymodel-saving"  # what the names of savers' own folders end in
+_LOOKS = 10  # at a folder that changes while it is looked at, which takes longer than replacing what is in it
 OLD = "old"  # in one: the folder that is being replaced, where the file system cannot exchange two in one step
 
 
@@ -305,7 +309,7 @@ def _in_snapshot(snapshot: Path | None, key: str) -> Path | None:
 
 def weight_files(folder: Location) -> Sequence[Location]:
     """The files of a folder that are its checkpoint: an index, the only weight file, or all safetensors files."""
-    indexes = sorted(folder.glob("*.safetensors.index.json"))
+    indexes = matching(folder, "*.safetensors.index.json")
     preferred = folder / "model.safetensors.index.json"
     if len(indexes) > 1 and preferred not in indexes:
         raise CheckpointError(f"{folder} has {len(indexes)} index files; open one of {[str(i) for i in indexes]}")
@@ -314,7 +318,7 @@ def weight_files(folder: Location) -> Sequence[Location]:
     for name in ("model.safetensors", "model.weights.json", "model.weights.h5"):
         if (folder / name).exists():
             return [folder / name]
-    return sorted(folder.glob("*.safetensors")) or model_files(folder)
+    return matching(folder, "*.safetensors") or model_files(folder)
 
 
 def find_contents(where: Location) -> Contents:
@@ -323,6 +327,35 @@ def find_contents(where: Location) -> Contents:
     Raises:
         CheckpointError: Nothing in a folder is a checkpoint.
     """
+    return _settled(lambda: _entries(where), lambda _: _find_contents(where))
+
+
+def _settled(state: Callable[[], T], look: Callable[[T], Contents]) -> Contents:
+    """What a look finds; if it finds problems and a saver changed the state meanwhile, what another look finds."""
+    for _ in range(_LOOKS):
+        before = state()
+        try:
+            found = look(before)
+        except CheckpointError:
+            if state() == before:
+                raise
+            continue
+        if not found.problems or state() == before:
+            return found
+        for part, _ in found.parts:
+            part.close()
+    return look(state())
+
+
+def _entries(where: Location) -> set[tuple[str, int]]:
+    """Names in a folder on a disk, each with the identity of its file: a saver brings other files."""
+    if isinstance(where, Path):
+        with contextlib.suppress(OSError), os.scandir(where) as entries:
+            return {(entry.name, entry.inode()) for entry in entries}
+    return set()
+
+
+def _find_contents(where: Location) -> Contents:
     found = Contents(where, "safetensors")
     files: Sequence[Location] = [where]
     if where.is_dir():
@@ -346,7 +379,7 @@ def find_contents(where: Location) -> Contents:
         except CheckpointError as error:
             found.problem(str(error), file)
             # What is stored alongside is shown all the same.
-            found.add_loose(sorted(file.parent.glob(f"*{kind.shards}")), kind.open)
+            found.add_loose(matching(file.parent, f"*{kind.shards}"), kind.open)
             return found
         found.metadata = content.get("metadata")
         found.add_indexed(index, kind.open)
@@ -374,8 +407,8 @@ def _without_weight_files(where: Location) -> Contents:
             found.add(OrbaxCheckpoint(where, item))
     if item is not None or found.problems:
         return found
-    if (step := newest_step(where)) is not None:
-        return find_contents(step)
+    if newest_step(where) is not None:
+        return _settled(lambda: newest_step(where), lambda step: find_contents(step or where))
     if not (names := npy_names(where)):
         if files := pytorch_files(where):
             if len(files) == 1 and not is_numbered(files[0].name):
@@ -383,7 +416,7 @@ def _without_weight_files(where: Location) -> Contents:
             found.format = "pytorch"
             found.add_loose(files, PyTorchFile)
             return found
-        others = foreign(file.name for file in where.glob("*"))
+        others = foreign(file.name for file in matching(where, "*"))
         raise CheckpointError(f"found no checkpoint in folder {where}; {others}supported: {_SUPPORTED}")
     found.format = "numpy"
     with found.noting():

@@ -18,6 +18,7 @@ elements: the tree has None in their place, and its custom metadata has path, ke
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -126,9 +127,10 @@ def foreign_entries(folder: Location) -> list[str]:
 
 
 def _folders(folder: Location) -> list[Location]:
-    """Folders in a folder, by name."""
-    with reading(folder, "list"):
+    """Folders in a folder, by name; none if a saver has removed it meanwhile."""
+    with reading(folder, "list"), contextlib.suppress(FileNotFoundError):
         return sorted(child for child in folder.iterdir() if child.is_dir())
+    return []
 
 
 def _is_array(folder: Location) -> bool:

@@ -8,6 +8,7 @@ that tensors are made with; any other instruction or name is refused. Format: `t
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickletools
 import reprlib
@@ -19,7 +20,7 @@ import ml_dtypes
 import numpy as np
 
 from lazymodel._errors import CheckpointError
-from lazymodel._remote.path import Location, RemoteFile, RemoteReader, source_of
+from lazymodel._remote.path import Location, RemoteFile, RemoteReader, matching, source_of
 from lazymodel._show.text import listed
 from lazymodel._tensors.boxes import c_strides
 from lazymodel._tensors.byte_reader import ByteReader
@@ -160,7 +161,7 @@ def model_weights(folder: Location) -> Sequence[Location]:
     for name in ("pytorch_model.bin.index.json", "pytorch_model.bin"):
         if (folder / name).exists():
             return [folder / name]
-    return sorted(folder.glob("pytorch_model-*-of-*.bin"))
+    return matching(folder, "pytorch_model-*-of-*.bin")
 
 
 def in_place_of(name: str, folder: Location) -> Location | None:
@@ -173,8 +174,9 @@ def pytorch_files(folder: Location) -> Sequence[Location]:
     """The files of a folder that are PyTorch's by their names: those of a model, or the only one."""
     if files := model_weights(folder):
         return files
-    indexes = sorted(folder.glob("*.bin.index.json"))
-    files = indexes or sorted(file for suffix in ("bin", "pt", "pth", "ckpt") for file in folder.glob(f"*.{suffix}"))
+    indexes = matching(folder, "*.bin.index.json")
+    found = (matching(folder, f"*.{suffix}") for suffix in ("bin", "pt", "pth", "ckpt"))
+    files = indexes or sorted(itertools.chain(*found))
     if len(files) > 1:
         names = listed([file.name for file in files])
         raise CheckpointError(f"{folder} has {len(files)} files of PyTorch's; open one of {names}")

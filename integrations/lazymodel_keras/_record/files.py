@@ -39,7 +39,7 @@ from lazymodel import Checkpoint, CheckpointError, LazyTensor, open_checkpoint
 from lazymodel._quantized.config import ADVICE, find_config
 from lazymodel._quantized.families import require_known
 from lazymodel._quantized.scaled import CODES, Float4Tensor, scaled_pairs
-from lazymodel._remote.path import Location, RemoteFile, RemotePath, remote_path
+from lazymodel._remote.path import Location, RemoteFile, RemotePath, matching, remote_path
 from lazymodel._remote.url import is_supported, is_url, shown
 from lazymodel._show.text import format_bytes, listed
 from lazymodel._tensors.casting import is_marker, scales_beside, weights
@@ -344,7 +344,7 @@ def checkpoint_files(path: str) -> list[str]:
         with open_located(Path(path)) as checkpoint:
             return content_files(checkpoint)
     folder = Path(path).parent
-    for index in sorted((*folder.glob("*.safetensors.index.json"), *folder.glob("*.weights.json"))):
+    for index in (*matching(folder, "*.safetensors.index.json"), *matching(folder, "*.weights.json")):
         shards = indexed_shards(index)
         if Path(path) in shards:
             require_shards(index, shards)

@@ -133,8 +133,7 @@ def run_rewritten(
         raise LazyModelError(f"run takes a function of the model, then its inputs; got {function!r}")
     require_live(model.variables)
     model.framework.check_placed(model.variables)
-    assigned = [variable.sharding for variable in model.values()]
-    with agreement(assigned, done="run") as stage:
+    with agreement(model.variables, done="run") as stage:
         checkpoint = flat_checkpoint(checkpoint)
         if model.as_read(checkpoint or ()) is not model:
             raise LazyModelError(
@@ -149,7 +148,7 @@ def run_rewritten(
         unflatten, flat = _traced(model, function, inputs, variables, name, rewrite)
         calls = _fitting(flat, variables, name, limit)
     planned, before = time.perf_counter(), BYTES_READ.count
-    with agreement(assigned, done="run") as stage:
+    with agreement(model.variables, done="run") as stage:
         total = sum(variables.nbytes(value) for call in calls for value in call.fetch)
         with reported(bar, total, f"{model.name}: {name}"):
             result = unflatten(_run(calls, flat, variables, budget, bar, stage))

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from lazymodel._abstract.framework import ModelSpec
 from lazymodel._abstract.variable import AbstractVariable, adapters, flatten_paths, is_offloaded
-from lazymodel._devices.collective import CollectiveScope, agreement
+from lazymodel._devices.collective import CollectiveScope, agreement, layout_of
 from lazymodel._devices.hardware import is_live
 from lazymodel._errors import LazyModelError, ShardingError
 from lazymodel._materialize.stream import StreamItem
@@ -141,18 +141,17 @@ def reshard(
     deliver = delivery(cast(Any, report))
     arrays, same, rebuild = live_arrays(tree)
     terms = {"done": "resharded", "given": "models differ", "hint": "Move the same model in all processes"}
-    sharings = [array.sharding for array in arrays.values()]
-    with agreement(sharings, **terms) as stage:
+    with agreement(arrays, **terms) as stage:
         moves = _moves(arrays, _targets(arrays, same, shardings))
         stage.outcome = f"move {len(moves)} arrays"
-        stage.details = "\n".join(f"{move.path} {move.target.shape} {move.target.sharding}" for move in moves)
+        stage.details = "\n".join(f"{move.path} {layout_of(move.target)}" for move in moves)
         counts = _Counts(arrays.values())
         sources = {move.path: Array.of(arrays[move.path]) for move in moves}
         rounds = _rounds(moves, sources, limit)
     moved: dict[int, jax.Array] = {}  # `id` of the old array → new array
     moving, bar = sum(arrays[move.path].nbytes for move in moves), progress_for(progress)
     described = f"resharding {plural(len(moves), 'variable')}"
-    with reported(bar, moving, described), agreement(sharings, **terms) as stage:
+    with reported(bar, moving, described), agreement(arrays, **terms) as stage:
         for groups in rounds:
             stage.meet()
             for group in groups:

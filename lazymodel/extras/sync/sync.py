@@ -42,6 +42,7 @@ from lazymodel.extras.sync.transfer import Array, Group, Move, grouped_moves, ro
 _PART = 8  # of the sampler's bytes on a device, for buffers: with fewer groups, a call waits less often
 _LEAST = 1 << 20  # bytes of a device in buffers below which more groups only cost more programs
 _Rule = str | Callable[[str], bool]
+_TERMS = {"given": "models differ", "hint": "Call the same Sync in all processes"}
 
 
 class Sync(Tabled):
@@ -96,6 +97,10 @@ class Sync(Tabled):
         limit = parse_bytes(max_device_memory, name="max_device_memory", at_least=1)
         own, aliases = _variables(trainer, "trainer")
         self._wanted, _ = _variables(sampler, "sampler")
+        with agreement(_both(own, self._wanted), done="planned", **_TERMS):
+            self._plan(own, aliases, sampler, mapping, only, limit)
+
+    def _plan(self, own: Any, aliases: Any, sampler: Any, mapping: Any, only: _Rule | None, limit: int) -> None:
         self._read, self._conversions = self._wanted, dict[str, Conversion]()
         if isinstance(sampler, ModelSpec):
             read = sampler.framework.unquantized(sampler, own if mapping is None else ())
@@ -154,10 +159,8 @@ class Sync(Tabled):
         _check_apart(given, old)
         moved: dict[int, jax.Array] = {}
         targets: dict[str, jax.Array] = {}
-        terms = {"done": "moved afterwards", "given": "models differ", "hint": "Call the same Sync in all processes"}
-        shardings = [array.sharding for array in given.values()] if jax.process_count() > 1 else []
         try:
-            with agreement(shardings, **terms) as stage:
+            with agreement(_both(given, old), done="moved afterwards", **_TERMS) as stage:
                 for group in self._groups:
                     sources = [given[path] for path in group.sources]
                     targets = {part: old[part] for path in group.targets for part in self._parts[path]}
@@ -297,6 +300,12 @@ class Sync(Tabled):
 
 
 # Planning -------------------------------------------------------------------------------------------------------------
+
+
+def _both(trainer: Mapping[str, Any], sampler: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables of both models, by names that tell which they are of."""
+    models = {"trainer": trainer, "sampler": sampler}
+    return {f"{what}: {path}": each for what, model in models.items() for path, each in model.items()}
 
 
 def _variables(model: Any, what: str) -> tuple[dict[str, AbstractVariable], dict[str, str]]:
