@@ -240,6 +240,10 @@ class Framework:
         """The LoRA pairs among the model's variables."""
         return named_pairs({path: variable.shape for path, variable in variables.items()})
 
+    def computed(self, model: ModelSpec, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The checkpoint with what is computed from its weights in place of them, lazily; unless it has that itself."""
+        return checkpoint
+
     def unquantized(self, model: ModelSpec, given: Container[str]) -> ModelSpec:
         """The model with weights in place of what is computed from them, as `as_read`, and with their `conversions`."""
         return model.as_read(given)

@@ -353,7 +353,7 @@ def _cast(name: str, tensor: LazyTensor, dtype: np.dtype[Any], names: Mapping[st
     if not jnp.issubdtype(tensor.dtype, jnp.floating):
         return tensor
     if why := refusal(name, tensor, dtype, tensor.file, names):
-        raise CheckpointError(why.partition("cast='unsafe'")[0].rstrip("; "))
+        raise CheckpointError(why)
     return converted(tensor, dtype)
 
 

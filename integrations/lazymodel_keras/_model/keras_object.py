@@ -60,6 +60,7 @@ from lazymodel_keras._model.layers import (
     conversions,
     lora_pairs,
     quantize,
+    quantized_checkpoint,
 )
 from lazymodel_keras._record.initializers import LARGE, GivenValue
 from lazymodel_keras._record.recording import RecordedVariable, Recording, record, session
@@ -181,6 +182,7 @@ class KerasModel(Framework):
         functions: The functions that the object has created for compiling, and their shardings by path.
         distribution: The `keras.distribution` that was active when it was built.
         before: The model before it was quantized, and what it got then; None if it was not.
+        changes: What was done to the object since it was built.
     """
 
     spec: ModelSpec  # the abstract model, as it was created from this
@@ -195,6 +197,7 @@ class KerasModel(Framework):
         self.distribution = keras.distribution.distribution()
         self.functions: dict[str, dict[str, Any]] = {}
         self.before: tuple[ModelSpec, frozenset[str]] | None = None
+        self.changes: tuple[Callable[[Any], None], ...] = ()
         self._text = ""
         self.filled = self._taken = False
 
@@ -340,6 +343,12 @@ class KerasModel(Framework):
         changed.framework.before = model, frozenset(changed) - frozenset(model)
         return changed
 
+    def computed(self, model: ModelSpec, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+        if self.before is None:
+            return checkpoint
+        before, added = self.before
+        return quantized_checkpoint(model, lazy_values(before), added, checkpoint)
+
     def unquantized(self, model: ModelSpec, given: Container[str]) -> ModelSpec:
         if self.before is None:
             return model
@@ -391,7 +400,7 @@ class KerasModel(Framework):
         with contextlib.nullcontext() if _upstream.active() is recording else session(recording):
             change(result)
         changed = KerasModel(build and rebuild, recording, result, only_own=self.only_own)
-        changed.distribution, changed.before = self.distribution, self.before
+        changed.distribution, changed.before, changed.changes = self.distribution, self.before, (*self.changes, change)
         return changed
 
 

@@ -176,7 +176,7 @@ def _equal(one: LazyTensor, two: LazyTensor) -> bool:
         return False
     boxes = slabs(one.shape, _CHUNK)
     pairs = ([np.asarray(each[box]).reshape(-1).view(np.uint8) for each in (one, two)] for box in boxes)
-    return all(np.array_equal(*pair) for pair in pairs)
+    return all(np.array_equal(first, second) for first, second in pairs)
 
 
 def _tied(config: Mapping[str, Any]) -> re.Pattern[str]:

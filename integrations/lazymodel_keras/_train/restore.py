@@ -28,7 +28,7 @@ from lazymodel._errors import warn
 from lazymodel._remote.path import Location, RemotePath
 from lazymodel._show.progress import Span
 from lazymodel._show.text import closest, folded_names, listed
-from lazymodel._tensors.casting import SAFE, UNSAFE, check_mode
+from lazymodel._tensors.casting import SAFE, UNSAFE, check_mode, weights
 from lazymodel._tensors.shards import misshapen
 from lazymodel.checkpoints._untrusted import read_json_file
 from lazymodel_keras import _upstream
@@ -327,16 +327,35 @@ def _restore_abstract(
             "model that was not materialized yet. Build it abstractly again, or restore into the materialized model."
         )
     start = time.perf_counter()
-    recording, result, variables = skeleton.take()  # it gets an optimizer that the abstract model does not have
+    base: Any = skeleton
+    if skeleton.before is not None and _is_before(skeleton.before[0], read.keywords["path"]):
+        base = skeleton.before[0].framework
+    recording, result, variables = base.take()  # it gets an optimizer that the abstract model does not have
     recording.cast, recording.remote = cast, remote
     with session(recording):
         read(recording, result)
-    restored = extended(abstract, KerasModel(None, recording, result), variables)
+        for change in skeleton.changes[len(base.changes) :]:
+            change(result)
+    found = KerasModel(None, recording, result)
+    if base is not skeleton:  # the same variables, in the same order
+        variables = dict(zip(skeleton.variables, found.variables.values(), strict=False))
+    restored = extended(abstract, found, variables)
     restored = dataclasses.replace(restored, spent=(*abstract.spent, Span.since(start, "build", "restoring")))
     try:
         return restored.materialize(**options)
     finally:
         recording.close_files()
+
+
+def _is_before(before: Mapping[str, AbstractVariable], path: Any) -> bool:
+    """Returns True if a checkpoint is of a model before it was quantized: it has no quantized numbers and no histories.
+
+    Names do not show it, since Keras numbers the variables of a layer.
+    """
+    with open_checkpoint(path) as checkpoint:
+        own = [name for name in checkpoint if not name.startswith(("optimizer", _METRICS))]
+        most = sum(variable.follows is None for variable in before.values())
+        return len(own) <= most and not any(weights(checkpoint[name]) for name in own)
 
 
 # Keras' own files -----------------------------------------------------------------------------------------------------

@@ -315,6 +315,66 @@ def test_a_sampler_is_quantized_on_the_way(mesh8: Mesh, how: Any, dtype: str) ->
                 lm.Sync(trainer, sampler, mapping)
 
 
+@pytest.mark.parametrize(
+    "how",
+    [
+        "int8",
+        "float8",
+        pytest.param("int4", marks=blocks),
+        pytest.param(Int4(block_size=24), marks=blocks, id="blocks"),
+    ],
+)
+def test_a_model_that_a_function_builds_is_quantized_from_floats(how: Any, tmp_path: Path, mesh8: Mesh) -> None:
+    """From any checkpoint of it before it was quantized, as it is read; from its own, as it is."""
+    own = randomize(layers("float32"))
+    file, weights = str(tmp_path / "model.safetensors"), str(tmp_path / "model.weights.h5")
+    lm.save(own, file)
+    own.save_weights(weights)
+    abstract = lm.build_abstract(layers, "bfloat16").quantize(how)
+    stock = layers("bfloat16")
+    stock.load_weights(weights)
+    quantized(stock, how)
+    sharded = abstract.shard(mesh8, {"(query|output)/kernel": P("model"), ".*": P()})
+    checkpoint = lm.open_checkpoint(file)
+    model = sharded.materialize(checkpoint, initialize="nothing")
+    assert_same(stock, model, outputs=False)
+    assert sharded.plan(checkpoint).read_nbytes == checkpoint.nbytes
+    assert_same(stock, abstract.materialize(own, initialize="nothing"), outputs=False)
+    restored = lk.restore(lm.build_abstract(layers, "bfloat16").quantize(how).shard(mesh8, {".*": P()}), weights)
+    assert_same(stock, restored, outputs=False)
+    if how == "int8":
+        tuned = lk.restore(lm.build_abstract(layers, "bfloat16").quantize(how).lora(2, ".*query/kernel"), weights)
+        values = {variable.path: variable.value for variable in tuned.variables}
+        assert len(values) == len(stock.variables) + 2
+        for variable in stock.variables:
+            np.testing.assert_array_equal(values[variable.path], variable.value)
+    for path, array in sharded.stream(checkpoint, initialize="nothing"):
+        np.testing.assert_array_equal(array, next(v for v in model.variables if v.path == path).value)
+    model.save_weights(weights)
+    again = lk.restore(lm.build_abstract(layers, "bfloat16").quantize(how), weights)
+    assert_same(stock, again, outputs=False)
+    lm.save(model, tmp_path / "quantized.safetensors")
+    assert_same(stock, abstract.materialize(lm.open_checkpoint(tmp_path / "quantized.safetensors")), outputs=False)
+
+
+def test_numbers_without_their_scales(tmp_path: Path) -> None:
+    abstract = lm.build_abstract(layers, "float32").quantize("int8")
+    values = {path: np.zeros(variable.shape, variable.dtype) for path, variable in abstract.items()}
+    without = {path: value for path, value in values.items() if path != "odd/kernel_scale"}
+    for given in (without, {path: value for path, value in values.items() if path != "odd/kernel"}):
+        with pytest.raises(lm.CheckpointError, match="'odd/kernel.*without which quantized numbers mean nothing"):
+            abstract.materialize(given, strict=False)
+    floats = {variable.path: np.zeros(variable.shape, "float32") for variable in layers("float32").variables}
+    wrong = floats | {"odd/kernel": np.zeros((3, 3), "float32")}
+    with pytest.raises(lm.CheckpointError, match=r"'odd/kernel': expected shape \(63, 31\), found \(3, 3\)"):
+        abstract.materialize(wrong)
+    del floats["odd/kernel"]
+    with pytest.raises(lm.CheckpointError, match="has no tensor for 2 .*odd/kernel"):
+        abstract.materialize(floats, initialize="nothing")
+    with pytest.warns(lm.LazyModelWarning, match="has no tensor for 2 .*odd/kernel"):
+        assert np.asarray(abstract.materialize(floats).get_layer("odd").kernel).any()
+
+
 QUANTIZE, LORA = (lambda a: a.quantize("int8")), (lambda a: a.lora(2, ".*kernel"))
 ORDERS: list[tuple[Any, Any, str]] = [
     (lambda a, mesh: a.shard(mesh, {".*": P()}), QUANTIZE, "has shardings already.*quantize comes before shard"),
