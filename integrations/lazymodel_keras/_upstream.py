@@ -184,6 +184,12 @@ def is_built(model: Any) -> bool:
     return all(part is None or part.built for part in parts)
 
 
+def callbacks_of_caller() -> list[Any]:
+    """The callbacks of the list that is calling the caller's `set_model`: Keras gives a callback the model only."""
+    caller = sys._getframe(2).f_locals.get("self")
+    return list(caller.callbacks) if isinstance(caller, keras.callbacks.CallbackList) else []
+
+
 class Called(Exception):
     """Ends a call, and holds the arguments of the inner call."""
 

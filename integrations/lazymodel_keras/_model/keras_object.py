@@ -430,6 +430,12 @@ def model_variables(result: Any) -> Iterator[Any]:
             yield from model_variables(item)
 
 
+def by_path(variables: Iterable[Any]) -> dict[str, Any]:
+    """Path → variable, with the names of `build_abstract`: Adafactor's own paths, for example, are not unique."""
+    found = list(variables)
+    return dict(zip(unique_paths([variable.path for variable in found]), found, strict=True))
+
+
 def _collect(recording: Recording, result: Any, *, only_own: bool = False) -> Variables:
     """Abstract variables by path: the object's own in its order, then others that exist unless `only_own`."""
 

@@ -30,6 +30,7 @@ from lazymodel._show.text import closest, listed
 from lazymodel._tensors.casting import converted
 from lazymodel._tensors.decoded import Computation, ComputedTensor, Output
 from lazymodel._tensors.lazy import lazy
+from lazymodel._tensors.tensor_source import View
 from lazymodel._trace.errors import on_host
 from lazymodel_keras import _upstream
 from lazymodel_keras._record.recording import quick_collections
@@ -336,7 +337,7 @@ def _quantizations(model: ModelSpec, weights: Mapping[str, Any]) -> Iterator[tup
             yield computation, paths, path
 
 
-def _is_transposed(weight: LazyTensor, given: LazyTensor) -> bool:
+def _is_transposed(weight: View, given: View) -> bool:
     """Returns True if a matrix that is quantized is a weight transposed, not only reshaped."""
     return weight.ndim == 2 and weight.T.geometry() == given.geometry()
 
