@@ -520,7 +520,26 @@ def _load_model(
         load_file = _upstream.loader_of_file(original, where.name)
         return load_file(remote.for_keras(where), custom_objects, compile, safe_mode)
 
-    return _announced(recording, original.__qualname__, load)
+    def load_all() -> Any:
+        model = load()
+        if compile and recording.options.strict:
+            _check_optimizer(recording, model)
+        return model
+
+    return _announced(recording, original.__qualname__, load_all)
+
+
+def _check_optimizer(recording: Recording, model: Any) -> None:
+    """Raises CheckpointError if a file has optimizer state that Keras, which only warns, left out."""
+    optimizer = getattr(model, "optimizer", None)
+    for path, file in recording.files.items():
+        state = {name for name in file.tensors if name.startswith("optimizer/vars/")}
+        if state and optimizer is not None and not state & file.requested:
+            raise CheckpointError(
+                f"{path}: expected the {len(optimizer.variables)} variables of optimizer {optimizer.name!r}, found "
+                f"{len(state)}. If its loss was scaled, call keras.config.set_dtype_policy('mixed_float16') before; "
+                "compile=False loads the model without its optimizer"
+            )
 
 
 @_hooks.replacing(lambda: getattr(_upstream.hub_models(), "Backbone", None), "from_preset")
