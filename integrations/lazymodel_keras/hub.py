@@ -405,7 +405,15 @@ def load_model(
     compile = compile if isinstance(compile, bool) else True
     with _block(recording, options, called, one_model=True):
         _check_saved_model(recording.remote.located(where))
-        return keras.saving.load_model(where, custom_objects, compile=compile, safe_mode=safe_mode)
+        try:
+            return keras.saving.load_model(where, custom_objects, compile=compile, safe_mode=safe_mode)
+        except ValueError as error:
+            if isinstance(error, LazyModelError) or "could not be loaded" not in str(error):
+                raise
+            raise CheckpointError(
+                f"{shown(where)}: its weights do not match its own configuration; other versions of Keras may read it, "
+                f"and 3.15 reads no AWQ that it has saved: {error}"
+            ) from error
 
 
 @contextlib.contextmanager

@@ -157,7 +157,7 @@ def _match(model: ModelSpec, checkpoint: Mapping[str, Any], *, strict: bool) -> 
         raise CheckpointError(
             f"{described(checkpoint)} has {len(unexpected)} tensors that {model.name} has no variable for: "
             f"{listed(map(repr, unexpected))}{closest(unexpected[0], list(model))}. "
-            "Rename them (lm.WeightMap.suggest proposes how), or pass strict=False to leave them out."
+            f"{model.framework.fix_names(unexpected)}, or pass strict=False to leave them out."
         )
     found: dict[str, dict[str, Any]] = {path: {path: checkpoint[path]} for path in model if path in checkpoint}
     for other, path in model.aliases.items():

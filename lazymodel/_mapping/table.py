@@ -44,7 +44,7 @@ from lazymodel._mapping.match import (
 )
 from lazymodel._mapping.pairs import LowRank, PairSource, pair_products, pair_values
 from lazymodel._mapping.recorded import recorded
-from lazymodel._mapping.suggest import suggest
+from lazymodel._mapping.suggest import resized, suggest
 from lazymodel._mapping.traced import traced_result
 from lazymodel._show.text import LISTED, closest, first_lines, fold, grouped_names, listed, unnumbered
 from lazymodel._tensors.lazy import LazyTensor, lazy
@@ -391,11 +391,9 @@ class WeightMap:
                 try:
                     value = read_entry(source, found[0][2], tensors, expected)
                     if (shape := tuple(value.shape)) != expected:
-                        fix = (
-                            "add .T or remove the existing one"
-                            if shape[::-1] == expected
-                            else "use .rearrange or .part"
-                        )
+                        padded = resized(shape, expected, source)
+                        fix = "use .rearrange or .part" if padded is None else f"if it is padding, use {padded}"
+                        fix = "add .T or remove the existing one" if shape[::-1] == expected else fix
                         raise ValueError(f"expects {list(expected)}, found {list(shape)}; {fix}")
                     mapped[path] = value
                 except Missing as error:

@@ -201,6 +201,7 @@ PURPOSE = {
     "gpt2": "h.0.attn.bias transformer.h.11.attn.masked_bias h.1.crossattention.bias lm_head.weight",
     "bert": "bert.embeddings.position_ids cls.predictions.decoder.weight cls.seq_relationship.bias classifier.weight "
     "qa_outputs.bias bert.pooler.dense.weight pooler.dense.bias embeddings.position_ids",
+    "modernbert": "head.dense.weight head.norm.weight decoder.bias decoder.weight",
     "roberta": "lm_head.dense.weight lm_head.decoder.bias lm_head.bias roberta.pooler.dense.bias "
     "classifier.dense.weight classifier.out_proj.bias roberta.embeddings.position_ids "
     "roberta.embeddings.token_type_ids roberta.embeddings.token_type_embeddings.weight",

@@ -228,3 +228,19 @@ def test_optimizer_state_of_another_dtype_policy_is_not_lost(tmp_path: Path) -> 
     finally:
         keras.config.set_dtype_policy(policy)
     assert int(loaded.optimizer.iterations) == int(model.optimizer.iterations) == 1
+
+
+def test_what_keras_itself_cannot_load(tmp_path: Path) -> None:
+    """Keras 3.15.1 saves layers of AWQ without one of their variables."""
+    file = tmp_path / "model.keras"
+    try:
+        awq = keras.layers.Dense(32, dtype="awq/4/-1_from_float32")
+    except ValueError:
+        pytest.skip("this version of Keras has no AWQ")
+    keras.Sequential([keras.Input((16,)), awq]).save(file)
+    try:
+        keras.saving.load_model(file)
+    except ValueError:
+        assert "its weights do not match its own configuration" in refused(lk.load_model, file)
+    else:
+        lk.load_model(file)

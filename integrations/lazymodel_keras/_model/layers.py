@@ -185,6 +185,8 @@ def quantize(model: Any, how: Any, filters: Filters = None) -> None:
     if adapted:
         raise LazyModelError(f"{model.name} has LoRA pairs already, at {adapted[0].path}; quantize comes before lora")
     options: dict[str, Any] = {"mode": how} if isinstance(how, str) else {"config": how}
+    if "verbose" in inspect.signature(model.quantize).parameters:  # from Keras 3.16 on, it prints a report
+        options["verbose"] = False
     try:
         with _patches.needed(), lazy_operations.needed(), quick_collections():
             model.quantize(**options, filters=filters)
@@ -213,22 +215,10 @@ class _Quantizer:
         return _on_host(self.original, values, *self.arguments)
 
     def traced(self, values: jax.Array) -> tuple[jax.Array, ...]:
-        """The same numbers as Keras makes with NumPy, which computes with bfloat16 in float32, but for differences."""
-        over, (low, high), dtype, epsilon, *_ = self.arguments
-        own, wide = values.dtype, values.astype(jnp.promote_types(values.dtype, jnp.float32))
-        if self.original.__name__ == "abs_max_quantize":
-            scale = high / (jnp.max(jnp.abs(wide), over, keepdims=True) + epsilon)
-            return jnp.clip(jnp.round(wide * scale), low, high).astype(dtype), scale.astype(own)
-        groups = -(-len(wide) // over)
-        wide = jnp.pad(wide, ((0, groups * over - len(wide)), (0, 0))).reshape(groups, over, -1)
-        least, most = wide.min(1, keepdims=True), wide.max(1, keepdims=True)
-        span = jax.lax.reduce_precision(most - least, jnp.finfo(own).nexp, jnp.finfo(own).nmant)
-        # XLA would multiply with the inverse of a constant, which is rounded differently.
-        scale = (span + epsilon) / jnp.where(span >= 0, jnp.asarray(high - low, wide.dtype), jnp.nan)
-        zero = jnp.clip(jnp.round(-least / scale) + low, low, high)
-        numbers = jnp.clip(jnp.round(wide / scale) + zero, low, high).astype(dtype)
-        numbers = numbers.reshape(-1, values.shape[1])[: len(values)]
-        return numbers, scale[:, 0].astype(own), zero[:, 0].astype("int8")
+        """Keras' own function on devices: in groups, scales may differ in their last bit from those of its NumPy."""
+        wide = values.astype(jnp.promote_types(values.dtype, jnp.float32))
+        numbers, scale, *zero = self.original(wide, *self.arguments[:-1], to_numpy=False)
+        return numbers, scale.astype(values.dtype), *zero
 
 
 @dataclasses.dataclass(frozen=True)

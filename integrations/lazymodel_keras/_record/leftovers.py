@@ -60,6 +60,7 @@ _BY_TYPE: Mapping[str, tuple[str, ...]] = {
     "gemma3": _TOWER_HEAD,
     # The assistant's own projections belong to its task.
     "gemma4_assistant": (r"(?:pre|post)_projection\.weight", r"masked_embedding\..*"),
+    "modernbert": (r"decoder\.(?:weight|bias)",),  # of its task; the rest is named like other heads
     "paligemma": _TOWER_HEAD,
     # There is one token type, which KerasHub omits.
     "roberta": (*_MASKED_HEAD, r"(?:roberta\.)?embeddings\.token_type_embeddings\.weight"),
