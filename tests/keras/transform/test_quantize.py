@@ -289,13 +289,15 @@ def layers(dtype: str) -> keras.Model:
 
 
 def assert_close(stock: keras.Model, ours: keras.Model, *, exact: bool) -> None:
-    """Keras' function of groups on devices differs from its NumPy in a scale's last bit; in bfloat16, in more."""
+    """Keras' function of groups on devices differs from its NumPy in a scale's last bit; in bfloat16, by a step."""
     for one, other in zip(stock.variables, ours.variables, strict=True):
         if "scale" in one.name:
             few = 2 * float(jax.numpy.finfo(one.dtype).eps)
             np.testing.assert_allclose(np.asarray(other.value, "f8"), np.asarray(one.value, "f8"), rtol=few)
         elif one.dtype == "int8" and not exact:
-            assert np.mean(np.asarray(one.value) == np.asarray(other.value)) > 0.9, one.path
+            for half in (lambda numbers: (numbers << 4) >> 4, lambda numbers: numbers >> 4):
+                found, expected = (half(np.asarray(each.value)) for each in (other, one))
+                assert np.abs(found - expected).max() <= 2, one.path  # of the number and of the zero point
         else:
             np.testing.assert_array_equal(bits(other), bits(one), err_msg=one.path)
 
