@@ -13,6 +13,7 @@ EXTRAS = {
     "device_moves": "lazymodel.extras.sync.reshard",
     "run": "lazymodel.extras.run.run",
     "recorded": "lazymodel.extras.tables.recorded",
+    "resized": "lazymodel.extras.tables.suggest",
     "suggest": "lazymodel.extras.tables.suggest",
     "traced_result": "lazymodel.extras.tables.traced",
 }

@@ -28,7 +28,6 @@ import keras
 import lazymodel
 from lazymodel import AbstractModel, CheckpointError, LazyModelError
 from lazymodel._abstract.pairs import LoraPair
-from lazymodel._abstract.variable import unique_paths
 from lazymodel._errors import warn
 from lazymodel._mapping.match import lazy_values
 from lazymodel._remote.path import Location
@@ -41,7 +40,7 @@ from lazymodel.checkpoints._open import located, weight_files
 from lazymodel.checkpoints._untrusted import MAX_JSON, read_at_most
 from lazymodel_keras import _upstream
 from lazymodel_keras._build import Keywords, Opening, abstract_build, finished, recorded
-from lazymodel_keras._model.keras_object import model_variables, replace
+from lazymodel_keras._model.keras_object import by_path, model_variables, replace
 from lazymodel_keras._model.layers import lora_pairs
 from lazymodel_keras._record.files import RemoteFiles, check_storage_options, is_gguf
 from lazymodel_keras._record.recording import Recording, recording_problem
@@ -267,6 +266,17 @@ class KerasAdapter:
         variables = _variables(model)
         return None if variables is None else {path: variable.value for path, variable in variables.items()}
 
+    def step_advice(self, model: Any) -> str:
+        """Why `save_step` should not save a model, since `restore` would not find its names; empty if it may."""
+        optimizer = getattr(model, "optimizer", None) if isinstance(model, keras.Model) else None
+        if optimizer is None or not optimizer.built:
+            return ""
+        return (
+            f"{model.name!r} is a Keras model with an optimizer, whose names differ in another program: give fit the "
+            "callback lazymodel_keras.TrainingCheckpoint, or call model.save_weights('run.weights.h5') within "
+            "lazymodel_keras.streamed_saving(); lazymodel_keras.restore restores both"
+        )
+
     def lora_pairs(self, model: Any) -> list[LoraPair] | None:
         variables = _variables(model)
         if variables is None:
@@ -285,8 +295,7 @@ def _variables(model: Any) -> dict[str, Any] | None:
     """The variables of a Keras object by path; None for other objects."""
     if not isinstance(model, keras.layers.Layer):
         return None
-    variables = list({id(variable): variable for variable in model_variables(model)}.values())
-    return dict(zip(unique_paths([variable.path for variable in variables]), variables, strict=True))
+    return by_path({id(variable): variable for variable in model_variables(model)}.values())
 
 
 def _is_keras(build: Any) -> bool | None:

@@ -34,7 +34,8 @@ from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras import _upstream
 from lazymodel_keras._model.keras_object import KerasModel, from_skeleton, has_layout, model_variables
 from lazymodel_keras._model.layers import add_lora, check_lora
-from lazymodel_keras._record.files import Leftovers, known_layers
+from lazymodel_keras._record.files import known_layers
+from lazymodel_keras._record.leftovers import Leftovers
 from lazymodel_keras._record.recording import OpenedFile, Recording, session
 
 

@@ -89,6 +89,9 @@ VariableBase: Any = next(cls for cls in keras.Variable.__mro__ if "__init__" in 
 # The class whose `build` every optimizer's `build` calls with its variables.
 OptimizerBase: Any = next(cls for cls in keras.optimizers.Optimizer.__mro__ if "build" in vars(cls))
 
+# The class whose methods make the functions that `fit` and `evaluate` compile.
+Trainer: Any = next(cls for cls in keras.Model.__mro__ if "make_train_function" in vars(cls))
+
 # Attributes of a variable: its array, or None if it is abstract (`Variable.value` would create one); the dtype of its
 # array (`Variable.dtype` differs if Keras casts automatically); its initializer while it is abstract; its given layout.
 value: Callable[[Any], Any] = operator.attrgetter("_value")
@@ -182,6 +185,16 @@ def is_built(model: Any) -> bool:
     """Returns True if metrics, loss and optimizer of a model are built."""
     parts = (model._compile_metrics, model._compile_loss, model.optimizer)
     return all(part is None or part.built for part in parts)
+
+
+def callbacks_of_caller() -> list[Any]:
+    """The callbacks of the list that is calling the caller's `set_model`: Keras gives a callback the model only."""
+    caller = sys._getframe(2).f_locals.get("self")
+    return list(caller.callbacks) if isinstance(caller, keras.callbacks.CallbackList) else []
+
+
+# The names of the jitted function by which `predict` joins outputs of several steps, before and from Keras 3.16 on.
+JOINS_OUTPUTS = ("concatenate", "_concatenate_outputs")
 
 
 class Called(Exception):
@@ -347,7 +360,8 @@ def lora_variables(layer: Any) -> tuple[Any, Any, Any] | None:
 def requantized(layer: Any) -> list[tuple[Any, Any]]:
     """Variables of a quantized layer, each with its value after the LoRA pair was merged; Keras saves these values."""
     kind = "kernel" if hasattr(layer, "_kernel") else "embeddings"
-    values = getattr(layer, f"_get_{kind}_with_merged_lora")()
+    own = getattr(layer, f"_get_{kind}_with_merged_lora", None)  # before Keras 3.16
+    values = layer._get_weight_with_merged_lora(kind) if own is None else own()
     variables = [getattr(layer, f"_{kind}"), getattr(layer, f"{kind}_scale"), getattr(layer, f"{kind}_zero", None)]
     return [pair for pair in zip(variables, values, strict=False) if pair[1] is not None]
 

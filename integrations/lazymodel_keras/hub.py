@@ -405,7 +405,15 @@ def load_model(
     compile = compile if isinstance(compile, bool) else True
     with _block(recording, options, called, one_model=True):
         _check_saved_model(recording.remote.located(where))
-        return keras.saving.load_model(where, custom_objects, compile=compile, safe_mode=safe_mode)
+        try:
+            return keras.saving.load_model(where, custom_objects, compile=compile, safe_mode=safe_mode)
+        except ValueError as error:
+            if isinstance(error, LazyModelError) or "could not be loaded" not in str(error):
+                raise
+            raise CheckpointError(
+                f"{shown(where)}: its weights do not match its own configuration; other versions of Keras may read it, "
+                f"and 3.15 reads no AWQ that it has saved: {error}"
+            ) from error
 
 
 @contextlib.contextmanager
@@ -520,7 +528,26 @@ def _load_model(
         load_file = _upstream.loader_of_file(original, where.name)
         return load_file(remote.for_keras(where), custom_objects, compile, safe_mode)
 
-    return _announced(recording, original.__qualname__, load)
+    def load_all() -> Any:
+        model = load()
+        if compile and recording.options.strict:
+            _check_optimizer(recording, model)
+        return model
+
+    return _announced(recording, original.__qualname__, load_all)
+
+
+def _check_optimizer(recording: Recording, model: Any) -> None:
+    """Raises CheckpointError if a file has optimizer state that Keras, which only warns, left out."""
+    optimizer = getattr(model, "optimizer", None)
+    for path, file in recording.files.items():
+        state = {name for name in file.tensors if name.startswith("optimizer/vars/")}
+        if state and optimizer is not None and not state & file.requested:
+            raise CheckpointError(
+                f"{path}: expected the {len(optimizer.variables)} variables of optimizer {optimizer.name!r}, found "
+                f"{len(state)}. If its loss was scaled, call keras.config.set_dtype_policy('mixed_float16') before; "
+                "compile=False loads the model without its optimizer"
+            )
 
 
 @_hooks.replacing(lambda: getattr(_upstream.hub_models(), "Backbone", None), "from_preset")

@@ -240,6 +240,18 @@ class Framework:
         """The LoRA pairs among the model's variables."""
         return named_pairs({path: variable.shape for path, variable in variables.items()})
 
+    def measures(self) -> Container[str]:
+        """The paths of variables that only measure training, such as those of metrics."""
+        return ()
+
+    def fix_names(self, names: Sequence[str]) -> str:
+        """What to do with a checkpoint whose names are not those of the variables."""
+        return "Rename them (lm.WeightMap.suggest proposes how)"
+
+    def computed(self, model: ModelSpec, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The checkpoint with what is computed from its weights in place of them, lazily; unless it has that itself."""
+        return checkpoint
+
     def unquantized(self, model: ModelSpec, given: Container[str]) -> ModelSpec:
         """The model with weights in place of what is computed from them, as `as_read`, and with their `conversions`."""
         return model.as_read(given)
@@ -364,7 +376,8 @@ class ModelSpec(Mapping[str, AbstractVariable]):
     @property
     def num_parameters(self) -> int:
         """Number of elements of the model's own floating-point or complex variables: without counters, masks, keys."""
-        own = (variable for variable in self.values() if variable.follows is None)
+        others = self.framework.measures()
+        own = (v for path, v in self.items() if v.follows is None and path not in others)
         return sum(variable.size for variable in own if jax.numpy.issubdtype(variable.dtype, np.inexact))
 
     def as_read(self, given: Container[str] = ()) -> Self:

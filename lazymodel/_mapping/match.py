@@ -34,7 +34,7 @@ from lazymodel._show.text import closest, first_of, folded_names, listed
 from lazymodel._tensors.boxes import Box, bounding, box_shape, clip, shift, slabs
 from lazymodel._tensors.buffers import Steps, Workspace, assign
 from lazymodel._tensors.casting import SAFE, UNSAFE, check_mode, converted, refusal, scales_beside, weights
-from lazymodel._tensors.decoded import equal_tensor
+from lazymodel._tensors.decoded import ComputedTensor, equal_tensor
 from lazymodel._tensors.lazy import LazyTensor, lazy
 from lazymodel._tensors.shards import MismatchedTensor, stored_tensors, where
 from lazymodel._tensors.tensor_source import CompositeSource, Part, TensorSource
@@ -126,9 +126,10 @@ def resolve(
         for mismatch in mismatched:
             del given[mismatch.path]
         sources.update(given)
+    needed = {path for path in model if path not in given and (path not in sources or _is_initial(sources[path]))}
+    if checkpoint is not None and initialize != "all":
         left_out = {mismatch.path for mismatch in mismatched}
-        missing = [path for path in model if path not in sources and path not in left_out]
-    needed = {path for path in model if path not in sources}
+        missing = [path for path in model if path in needed and path not in left_out]
     if initialize == "nothing" and needed:
         first = next(path for path in model if path in needed)
         if checkpoint is None:
@@ -156,7 +157,7 @@ def _match(model: ModelSpec, checkpoint: Mapping[str, Any], *, strict: bool) -> 
         raise CheckpointError(
             f"{described(checkpoint)} has {len(unexpected)} tensors that {model.name} has no variable for: "
             f"{listed(map(repr, unexpected))}{closest(unexpected[0], list(model))}. "
-            "Rename them (lm.WeightMap.suggest proposes how), or pass strict=False to leave them out."
+            f"{model.framework.fix_names(unexpected)}, or pass strict=False to leave them out."
         )
     found: dict[str, dict[str, Any]] = {path: {path: checkpoint[path]} for path in model if path in checkpoint}
     for other, path in model.aliases.items():
@@ -196,7 +197,7 @@ def refused_casts(model: ModelSpec, checkpoint: Mapping[str, Any] | None, choice
             refused.append(
                 f"{described(checkpoint or {})}: tensor {name!r} is {dtype.name}, with a scale {scales[0]!r}, which "
                 f"{model.name} has no variable for: quantized numbers mean nothing without their scale. Give it "
-                "a variable, or load a dequantized copy; cast='unsafe' takes the bare numbers"
+                "a variable, or load a dequantized copy"
             )
     return refused
 
@@ -321,6 +322,14 @@ class _ChunkedInitial(CompositeSource):
             assign(out, values[shift(common, chunk)], steps)
 
 
+def _is_initial(source: Any) -> bool:
+    """Returns True for an initial value, or what is computed from one."""
+    source = getattr(source, "source", None)
+    while isinstance(source, ComputedTensor):
+        source = source.computation.source.source
+    return isinstance(source, _ChunkedInitial | _WholeInitial)
+
+
 class _Whole:
     """The variables of a recipe that cannot be computed in chunks."""
 
@@ -386,6 +395,12 @@ def flat_checkpoint(checkpoint: Any) -> Mapping[str, Any] | None:
         raise CheckpointError(f"a checkpoint is a mapping of path to tensor, or a pytree; got {got}, without arrays")
     refuse_deleted(found)
     return {name: lazy_array(name, leaf) if isinstance(leaf, jax.Array) else leaf for name, leaf in found.items()}
+
+
+def checkpoint_for(model: ModelSpec, checkpoint: Any) -> Mapping[str, Any] | None:
+    """Like `flat_checkpoint`, for the variables of a model, which may be quantized from the checkpoint's weights."""
+    found = flat_checkpoint(checkpoint)
+    return None if found is None else model.framework.computed(model, found)
 
 
 def given_checkpoint(checkpoint: Any) -> Mapping[str, Any]:

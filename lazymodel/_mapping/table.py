@@ -389,11 +389,9 @@ class WeightMap:
                 try:
                     value = read_entry(source, found[0][2], tensors, expected)
                     if (shape := tuple(value.shape)) != expected:
-                        fix = (
-                            "add .T or remove the existing one"
-                            if shape[::-1] == expected
-                            else "use .rearrange or .part"
-                        )
+                        padded = extra("resized")(shape, expected, source)
+                        fix = "use .rearrange or .part" if padded is None else f"if it is padding, use {padded}"
+                        fix = "add .T or remove the existing one" if shape[::-1] == expected else fix
                         raise ValueError(f"expects {list(expected)}, found {list(shape)}; {fix}")
                     mapped[path] = value
                 except Missing as error:

@@ -33,7 +33,7 @@ from lazymodel._errors import CheckpointError
 from lazymodel._extras import extra
 from lazymodel._mapping.match import (
     LoadPlan,
-    flat_checkpoint,
+    checkpoint_for,
     initial_values,
     is_chunked,
     read_as,
@@ -127,7 +127,7 @@ def materialize(
     model.framework.check_placed(model.variables)
     # Before the first program runs: a program that only some processes run could wait forever for the others.
     with agreement(model.variables) as stage:
-        deliver, checkpoint = delivery(report), flat_checkpoint(checkpoint)
+        deliver, checkpoint = delivery(report), checkpoint_for(model, checkpoint)
         read = model.as_read(checkpoint or ())
         choice = resolve_and_warn(read, checkpoint, initialize=initialize, strict=strict, cast=cast)
         load = _Load(model, read, choice, parse_budget(max_host_memory, default_budget()), replicas)
@@ -187,7 +187,7 @@ def stream(
     require_live(model.variables)
     budget = parse_budget(max_host_memory, _STREAM_BUDGET)
     with agreement(model.variables, done="streamed") as stage:
-        checkpoint, stored = flat_checkpoint(checkpoint), model
+        checkpoint, stored = checkpoint_for(model, checkpoint), model
         model = model.as_read(checkpoint or ())
         shardings = device_shardings({**stored.variables, **model.variables})
         choice = resolve_and_warn(model, checkpoint, initialize=initialize, strict=strict, cast=cast)

@@ -43,7 +43,7 @@ from lazymodel._devices.hardware import (
 )
 from lazymodel._devices.hardware import device_memory as known_memory
 from lazymodel._errors import DoesNotFitError, LazyModelError
-from lazymodel._mapping.match import LoadPlan, flat_checkpoint, refused_casts, resolve
+from lazymodel._mapping.match import LoadPlan, checkpoint_for, refused_casts, resolve
 from lazymodel._plan.fleet import Fleet, Traffic
 from lazymodel._plan.plan import HostPlan, MemoryPlan, PlanRow, PlanStep
 from lazymodel._plan.what_if import ACTIVATIONS, DATA_AXES, GRADIENTS, PARAMETERS, Use, WhatIf, estimate_activations
@@ -469,7 +469,7 @@ def plan(
     what_if = _checked(model, what_if, compile, fleet)
     given = (("device_memory", device_memory), ("host_memory", host_memory))
     limit, host_limit = (None if n is None else parse_bytes(n, name=name, at_least=1) for name, n in given)
-    checkpoint = flat_checkpoint(checkpoint)  # one that `materialize` rejects still has a plan, with a note
+    checkpoint = checkpoint_for(model, checkpoint)  # one that `materialize` rejects still has a plan, with a note
     read = model.as_read(checkpoint or ())
     choice = resolve(read, checkpoint, initialize=initialize or "missing", strict=False, cast="unsafe")
     placement = Placement(device_shardings({**model.variables, **read.variables}))

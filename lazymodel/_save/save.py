@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lazymodel._abstract.framework import ModelSpec
-from lazymodel._abstract.variable import ARRAYS, NUMBERS, lazy_array, named_arrays
+from lazymodel._abstract.variable import ARRAYS, NUMBERS, adapters, lazy_array, named_arrays
 from lazymodel._adapters.merge import Adapter, merge
 from lazymodel._devices.collective import agreement
 from lazymodel._errors import CheckpointError, LazyModelError, warn
@@ -371,7 +371,7 @@ def _cast(name: str, tensor: LazyTensor, dtype: np.dtype[Any], names: Mapping[st
     if not jnp.issubdtype(tensor.dtype, jnp.floating):
         return tensor
     if why := refusal(name, tensor, dtype, tensor.file, names):
-        raise CheckpointError(why.partition("cast='unsafe'")[0].rstrip("; "))
+        raise CheckpointError(why)
     return converted(tensor, dtype)
 
 
@@ -509,6 +509,9 @@ def save_step(
     with agreement(held, **TERMS):
         if max_to_keep is not None and (not isinstance(cast(Any, max_to_keep), int) or max_to_keep < 1):
             raise LazyModelError(f"max_to_keep is a number of steps, from 1, or None for all; got {max_to_keep!r}")
+        for adapter in adapters():
+            if advice := getattr(adapter, "step_advice", _no_advice)(model):
+                raise LazyModelError(f"save_step: {advice}")
         number = _number(step)
         about = {KEY: json.dumps(described(metadata, data))}
         if not isinstance(model, ModelSpec):
@@ -527,6 +530,10 @@ def save_step(
                 f"step {number} is saved, but not all of older ones could be removed: {listed(failures)}. The next "
                 "save tries again"
             )
+
+
+def _no_advice(model: Any) -> str:
+    return ""
 
 
 def _number(step: Any) -> int:

@@ -359,14 +359,14 @@ class _Describer:
         """A LoRA factor, scale or bias, with its weight, in the same layer or one level up or down."""
         parents = (v.places[0], "".join(v.places[1:2]))
         places = [f"{place}{below}" for below in ("", "/base_module") for place in parents]
-        stem = re.sub(r"(_scale|_zero|_zero_point|_?bias)$", "", v.leaf)
+        stem = re.sub(r"(_scale|_zero|_?zero_point|_?bias)$", "", v.leaf)
         for place in places if role == "lora" else places[:1]:
             weights = [
                 other
                 for other in self._children.get(place, ())
                 if other is not v
                 and len(other.variable.shape) >= 2
-                and not re.search(r"lora_|_scale$|_zero|bias$|_(a|b)$", other.leaf)
+                and not re.search(r"lora_|_scale$|_zero|zero_point$|bias$|_(a|b)$", other.leaf)
             ]
             for other in [o for o in weights if o.leaf in (stem, f"_{stem}") and stem] or weights:
                 if role == "bias" and sum(n > 1 for n in v.shape) >= sum(n > 1 for n in other.shape):

@@ -76,7 +76,7 @@ HEADS, FUSED_HEADS = "heads", "heads of queries, keys and values"
 # The first pattern that matches, with a fitting number of dimensions, decides; those `within` a layer come last.
 _PATTERNS = {
     "lora": r"lora_([a-z]+_)?[ab]$",
-    "scale": r"(kernel|embeddings|weight|w)_(scale|zero|zero_point)$",
+    "scale": r"(kernel|embeddings|weight|w)_(scale|zero|zero_point)$|(^|/)zero_point$",
     "norm": r"(^|/)(gamma|beta|moving_mean|moving_variance|mean|var|running_mean|running_var)$|"
     r"(norm|(^|[/_])ln(_?[a-z\d]*)?|(^|[/_])bn\d*)[^/]*/(scale|weight|w|bias|offset)$",
     "attention_bias_table": r"attention\w*/embeddings$|relative.*(bias|table)|rel_pos|attention_bias",

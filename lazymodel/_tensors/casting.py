@@ -105,14 +105,17 @@ def refusal(path: str, tensor: LazyTensor, expected: np.dtype[Any], where: str, 
             return (
                 f"{path!r}: expected {expected.name}, found {found.name} in {where} with {scale!r} alongside: "
                 "quantized numbers, which mean nothing without their scale. This form is not read yet: load a "
-                "dequantized copy, or decode it with a mapping; cast='unsafe' takes the numbers without their scale"
+                "dequantized copy, or decode it with a mapping"
             )
     if verdict == _KEEPS or (verdict == _BY_VALUE and tensor.nbytes <= SMALL):
         return ""
+    # Only of values that fit is an unsafe cast right.
+    fix = " If they fit, pass cast='unsafe'" if verdict == _BY_VALUE else ""
+    if _kind(found) == _FLOATING and _kind(expected) == _INTEGER:
+        fix = " A model that its step quantize() has quantized takes floats"
     return (
         f"{path!r}: expected {expected.name}, found {found.name} in {where}: the cast can lose "
-        f"{_lost(found, expected)}. Is this the checkpoint of another configuration? cast='unsafe' casts as NumPy's "
-        "astype does"
+        f"{_lost(found, expected)}. Is this the checkpoint of another configuration?{fix}"
     )
 
 
@@ -208,6 +211,6 @@ def _fitting(values: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
     if not fits.all():
         raise CheckpointError(
             f"expected numbers that fit into {dtype.name}, found {values[~fits].flat[0]} ({values.dtype.name}); "
-            "cast='unsafe' casts as NumPy's astype does"
+            "is this the checkpoint of another configuration?"
         )
     return cast

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import h5py
 import jax
 import keras
+import keras_hub
 import ml_dtypes
 import numpy as np
 import pytest
@@ -27,7 +27,10 @@ from .models import (
     BACKBONES,
     assert_same,
     bits,
+    decoder,
+    decoder_shapes,
     in_block,
+    random_tensors,
     save_hugging_face,
     save_preset,
     seeded,
@@ -100,16 +103,62 @@ def test_a_configuration_with_fewer_layers(shards: int, tmp_path: Path) -> None:
         assert [tensor.name for tensor in abstract.unused if tensor.nbytes is None] == lost == [up]
 
 
-def test_a_projection_of_its_own_where_the_model_ties_it(tmp_path: Path) -> None:
-    """The same tensor stored twice is left out; one that the configuration says is another is not."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert_as_stock(rewritten(tmp_path / "tied", tie_word_embeddings=True))
+_GEMMA = decoder("gemma", head_dim=8, max_position_embeddings=64, rms_norm_eps=1e-6)
+TIED = {
+    "llama": (LLAMA3, decoder("llama")),
+    "qwen2": (keras_hub.models.QwenBackbone, decoder("qwen2", use_sliding_window=False, sliding_window=None)),
+    "gemma": (keras_hub.models.GemmaBackbone, _GEMMA),
+}
+UNTIE = 'set "tie_word_embeddings": false'
 
-    def untie(tensors: Tensors) -> None:
-        tensors["language_model.lm_head.weight"] = tensors["lm_head.weight"] * 2
 
-    assert "language_model.lm_head.weight" in refused(rewritten(tmp_path / "untied", untie))
+@pytest.mark.parametrize("shards", [1, 40])
+@pytest.mark.parametrize("kind", TIED)
+def test_a_projection_of_its_own_where_the_model_ties_it(kind: str, shards: int, tmp_path: Path) -> None:
+    """The same tensor stored twice is left out; another one is not, whether the configuration says so or not."""
+    cls, config = TIED[kind]
+    tensors = random_tensors(decoder_shapes(config))
+    embedding = tensors["model.embed_tokens.weight"]
+    other = embedding.copy()
+    other[-1, -1] += 1
+
+    def folder(name: str, head: np.ndarray, *, tied: bool = True) -> str:
+        given = config | {"tie_word_embeddings": tied}
+        return str(write_safetensors_folder(tmp_path / name, given, tensors | {"lm_head.weight": head}, shards=shards))
+
+    equal = folder("equal", embedding)
+    assert_same(cls.from_preset(equal), lk.from_preset(cls, equal), outputs=False)  # a warning would be an error
+    for name, head in {"other": other, "shape": other[:3, :3], "dtype": embedding.astype("float16")}.items():
+        text = refused_load(lk.from_preset, cls, folder(name, np.ascontiguousarray(head)))
+        assert "1 tensors" in text and "'lm_head.weight' is tied to the embedding" in text and UNTIE in text
+    with pytest.warns(lm.LazyModelWarning, match=re.escape(UNTIE)):
+        lk.abstract_from_preset(cls, folder("other", other), strict=False)
+    untied = folder("untied", other, tied=False)
+    if kind == "gemma":  # KerasHub's is always tied
+        assert "did not request: lm_head.weight" in refused_load(lk.from_preset, cls, untied)
+    else:
+        head = lk.from_preset(cls, untied).token_embedding.reverse_embeddings
+        np.testing.assert_array_equal(head.value, other.T)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("gpt2", "lm_head.weight"),
+        ("bart", "lm_head.weight"),
+        ("bart", "model.decoder.embed_tokens.weight"),
+        ("blip-2", "language_model.encoder.embed_tokens.weight"),
+        ("gemma3", "language_model.lm_head.weight"),
+        ("t5gemma", "lm_head.out_proj.weight"),
+        ("gpt_neox", "embed_out.weight"),
+    ],
+)
+def test_what_is_tied_and_another_tensor(kind: str, name: str, tmp_path: Path) -> None:
+    write_safetensors_folder(tmp_path, {"model_type": kind}, {"table": np.ones(2), name: np.ones(2)})
+    assert {tensor.name for tensor in lm.build_abstract(takes_the_table(tmp_path)).unused} == {name}
+    write_safetensors_folder(tmp_path, {"model_type": kind}, {"table": np.ones(2), name: -np.ones(2)})
+    with pytest.raises(lm.CheckpointError, match=f"{name}' is tied to the embedding"):
+        lm.build_abstract(takes_the_table(tmp_path))
 
 
 def test_what_keras_or_a_converter_left_is_in_the_report(tmp_path: Path) -> None:
@@ -134,12 +183,25 @@ def test_what_keras_or_a_converter_left_is_in_the_report(tmp_path: Path) -> None
         assert len(reports[0].files) == 1
 
 
+def takes_the_table(folder: Path) -> Callable[[], Any]:
+    """In place of a converter."""
+
+    def build() -> Any:
+        layer = keras.layers.Layer()
+        with safetensors.safe_open(str(folder / "model.safetensors"), framework="np") as file:
+            layer.table = keras.Variable(file.get_tensor("table"))
+        return layer
+
+    return build
+
+
 # A `model_type`, or an architecture of timm's → what converters leave out on purpose.
 PURPOSE = {
     "llama": "model.layers.3.self_attn.rotary_emb.inv_freq model.rotary_emb.inv_freq score.weight",
     "gpt2": "h.0.attn.bias transformer.h.11.attn.masked_bias h.1.crossattention.bias lm_head.weight",
     "bert": "bert.embeddings.position_ids cls.predictions.decoder.weight cls.seq_relationship.bias classifier.weight "
     "qa_outputs.bias bert.pooler.dense.weight pooler.dense.bias embeddings.position_ids",
+    "modernbert": "head.dense.weight head.norm.weight decoder.bias decoder.weight",
     "roberta": "lm_head.dense.weight lm_head.decoder.bias lm_head.bias roberta.pooler.dense.bias "
     "classifier.dense.weight classifier.out_proj.bias roberta.embeddings.position_ids "
     "roberta.embeddings.token_type_ids roberta.embeddings.token_type_embeddings.weight",
@@ -179,14 +241,7 @@ MISTAKES = [
 def test_what_converters_leave_out_on_purpose(kind: str, tmp_path: Path) -> None:
     config: dict[str, Any] = {"architecture" if kind == "resnet18" else "model_type": kind}
     config |= {"text_config": {"num_hidden_layers": 30, "num_kv_shared_layers": 2}}
-
-    def build() -> Any:
-        """In place of a converter."""
-        layer = keras.layers.Layer()
-        with safetensors.safe_open(str(tmp_path / "model.safetensors"), framework="np") as file:
-            layer.table = keras.Variable(file.get_tensor("table"))
-        return layer
-
+    build = takes_the_table(tmp_path)
     names, array = PURPOSE[kind].split(), np.ones(2, "float32")
     write_safetensors_folder(tmp_path, config, dict.fromkeys(["table", *names], array))
     assert {tensor.name for tensor in lm.build_abstract(build).unused} == {*names}

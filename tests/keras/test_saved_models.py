@@ -205,3 +205,42 @@ def test_saved_models_are_loaded(name: str, build: Callable[[], keras.Model], tm
     assert_same(source, lk.load_model(tmp_path / name, **given), outputs=build is small)
     for found in (ours, model):
         assert_same(source, found, outputs=False)
+
+
+@pytest.mark.filterwarnings("ignore:Skipping variable loading for optimizer")
+def test_optimizer_state_of_another_dtype_policy_is_not_lost(tmp_path: Path) -> None:
+    """Keras scales the loss only if the policy says so when the model is compiled, and leaves the state out."""
+    file, policy = tmp_path / "model.keras", keras.config.dtype_policy()
+    try:
+        keras.config.set_dtype_policy("mixed_float16")
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        model.compile("adam", "mse")
+        model.fit(np.ones((8, 4)), np.ones((8, 2)), verbose=0)
+        model.save(file)
+        keras.config.set_dtype_policy("float32")
+        with pytest.raises(
+            lm.CheckpointError, match="expected the 6 variables of optimizer .*, found 10.*mixed_float16"
+        ):
+            lk.load_model(file)
+        assert not lk.load_model(file, compile=False).compiled
+        keras.config.set_dtype_policy("mixed_float16")
+        loaded = lk.load_model(file)
+    finally:
+        keras.config.set_dtype_policy(policy)
+    assert int(loaded.optimizer.iterations) == int(model.optimizer.iterations) == 1
+
+
+def test_what_keras_itself_cannot_load(tmp_path: Path) -> None:
+    """Keras 3.15.1 saves layers of AWQ without one of their variables."""
+    file = tmp_path / "model.keras"
+    try:
+        awq = keras.layers.Dense(32, dtype="awq/4/-1_from_float32")
+    except ValueError:
+        pytest.skip("this version of Keras has no AWQ")
+    keras.Sequential([keras.Input((16,)), awq]).save(file)
+    try:
+        keras.saving.load_model(file)
+    except ValueError:
+        assert "its weights do not match its own configuration" in refused(lk.load_model, file)
+    else:
+        lk.load_model(file)

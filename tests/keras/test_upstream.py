@@ -107,7 +107,11 @@ def test_what_is_compiled_is_closed_over_by_the_functions_that_models_keep() -> 
     model.make_predict_function()
     jitted = [_upstream.jitted_cells(function) for function in (model.train_function, model.predict_function)]
     names = [sorted(cell.cell_contents.__name__ for cell in cells) for cells in jitted]
-    assert names == [["train_step"], ["concatenate", "predict_step"]]
+    joins = [name for found in names for name in found if name in _upstream.JOINS_OUTPUTS]
+    assert joins
+    steps = [[name for name in found if name not in joins] for found in names]
+    scans = ["multi_step_scan"] if "multi_step_scan" in steps[0] else []  # from Keras 3.16 on
+    assert steps == [[*scans, "train_step"], [*scans, "predict_step"]]
 
 
 def test_a_call_of_a_jitted_function_is_seen_and_not_made() -> None:

@@ -107,7 +107,7 @@ def lower(
         state = tuple([_struct(variable.value) for variable in group] for group in groups)
         function = model.train_function if what == "train" else model.predict_function
         cells = {cell.cell_contents.__name__: cell for cell in _upstream.jitted_cells(function)}
-        together = cells.pop("concatenate", None)
+        together = next((cells.pop(name) for name in _upstream.JOINS_OUTPUTS if name in cells), None)
         cell, *_ = cells.values()
         if "multi_step_scan" in cells:  # from Keras 3.16 on
             cell = cells["multi_step_scan"]

@@ -19,6 +19,7 @@ import gc
 import itertools
 import math
 import os
+import re
 import time
 from collections import ChainMap
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from lazymodel import AbstractModel, CheckpointError, LazyModelError, LazyTensor
 from lazymodel._abstract.framework import Framework, LoweredFunction, ModelSpec, Optimized, PlannedFunction
@@ -60,6 +61,7 @@ from lazymodel_keras._model.layers import (
     conversions,
     lora_pairs,
     quantize,
+    quantized_checkpoint,
 )
 from lazymodel_keras._record.initializers import LARGE, GivenValue
 from lazymodel_keras._record.recording import RecordedVariable, Recording, record, session
@@ -120,7 +122,8 @@ def distribution(mesh: Mesh, batch_axis: str | None = None) -> Any:
 
     Without one, `fit` works as well, but every device along the batch axis computes the same whole batch, and the
     compiler chooses where updated variables are until the end of an epoch. Variables keep their shardings; new ones,
-    such as metrics, are replicated.
+    such as metrics, are replicated. What `compile` created outside of its scope, such as the optimizer's step count, is
+    moved to the mesh when `fit` begins.
 
     Args:
         mesh: The mesh that the model was placed on.
@@ -141,9 +144,33 @@ def distribution(mesh: Mesh, batch_axis: str | None = None) -> Any:
     device_mesh = keras.distribution.DeviceMesh(mesh.devices.shape, names, devices)
     layouts = keras.distribution.LayoutMap(device_mesh)
     # With one process or several, each process brings its own batches, as without a distribution.
-    return keras.distribution.ModelParallel(
-        layout_map=layouts, batch_dim_name=batch_axis or names[0], auto_shard_dataset=False
-    )
+    return _Training(layout_map=layouts, batch_dim_name=batch_axis or names[0], auto_shard_dataset=False)
+
+
+class _Training(keras.distribution.ModelParallel):
+    """The distribution of a model that was placed before."""
+
+    @contextlib.contextmanager
+    def scope(self) -> Generator[None]:
+        with super().scope(), _training.needed(self.device_mesh.backend_mesh):
+            yield
+
+
+_training = _upstream.SharedPatches()
+
+
+@_training.replacing(_upstream.Trainer, "make_train_function")
+@_training.replacing(_upstream.Trainer, "make_test_function")
+def _on_one_mesh(mesh: Mesh, original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Moves variables on one device to the mesh of the others: Keras gives all of them to one program."""
+    held = {id(variable): (variable, _upstream.value(variable)) for variable in model_variables(self)}
+    arrays = [(variable, array) for variable, array in held.values() if isinstance(array, jax.Array)]
+    if any(isinstance(array.sharding, NamedSharding) for _, array in arrays):
+        replicated = NamedSharding(mesh, PartitionSpec())
+        for variable, array in arrays:
+            if isinstance(array.sharding, SingleDeviceSharding):
+                replace(variable, jax.device_put(np.asarray(array), replicated))
+    return original(self, *args, **kwargs)
 
 
 def _cross_entropy(outputs: Any, inputs: Any) -> Any:
@@ -163,6 +190,8 @@ def _mean_square(outputs: Any, inputs: Any) -> Any:
 _SWEEP_NBYTES = 1 << 20
 
 
+_POSITION = re.compile(r"(^|/)vars/\d+$")  # in Keras' own files
+
 Variables: TypeAlias = "dict[str, tuple[Any, RecordedVariable]]"
 
 
@@ -181,6 +210,7 @@ class KerasModel(Framework):
         functions: The functions that the object has created for compiling, and their shardings by path.
         distribution: The `keras.distribution` that was active when it was built.
         before: The model before it was quantized, and what it got then; None if it was not.
+        changes: What was done to the object since it was built.
     """
 
     spec: ModelSpec  # the abstract model, as it was created from this
@@ -192,9 +222,12 @@ class KerasModel(Framework):
         self.result: Any = result
         self.build, self.recording, self.only_own = build, recording, only_own
         self.variables: Variables = _collect(recording, result, only_own=only_own)
+        metrics = {id(variable) for variable in getattr(result, "metrics_variables", None) or ()}
+        self._measures = frozenset(path for path, (variable, _) in self.variables.items() if id(variable) in metrics)
         self.distribution = keras.distribution.distribution()
         self.functions: dict[str, dict[str, Any]] = {}
         self.before: tuple[ModelSpec, frozenset[str]] | None = None
+        self.changes: tuple[Callable[[Any], None], ...] = ()
         self._text = ""
         self.filled = self._taken = False
 
@@ -340,6 +373,20 @@ class KerasModel(Framework):
         changed.framework.before = model, frozenset(changed) - frozenset(model)
         return changed
 
+    def measures(self) -> Container[str]:
+        return self._measures
+
+    def fix_names(self, names: Sequence[str]) -> str:
+        if any(_POSITION.search(name) for name in names):
+            return "Keras' own files name variables by position: load it with lazymodel_keras.restore(abstract, path)"
+        return super().fix_names(names)
+
+    def computed(self, model: ModelSpec, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+        if self.before is None:
+            return checkpoint
+        before, added = self.before
+        return quantized_checkpoint(model, lazy_values(before), added, checkpoint)
+
     def unquantized(self, model: ModelSpec, given: Container[str]) -> ModelSpec:
         if self.before is None:
             return model
@@ -391,7 +438,7 @@ class KerasModel(Framework):
         with contextlib.nullcontext() if _upstream.active() is recording else session(recording):
             change(result)
         changed = KerasModel(build and rebuild, recording, result, only_own=self.only_own)
-        changed.distribution, changed.before = self.distribution, self.before
+        changed.distribution, changed.before, changed.changes = self.distribution, self.before, (*self.changes, change)
         return changed
 
 
@@ -419,6 +466,12 @@ def model_variables(result: Any) -> Iterator[Any]:
     if isinstance(result, tuple | list):
         for item in result:
             yield from model_variables(item)
+
+
+def by_path(variables: Iterable[Any]) -> dict[str, Any]:
+    """Path → variable, with the names of `build_abstract`: Adafactor's own paths, for example, are not unique."""
+    found = list(variables)
+    return dict(zip(unique_paths([variable.path for variable in found]), found, strict=True))
 
 
 def _collect(recording: Recording, result: Any, *, only_own: bool = False) -> Variables:

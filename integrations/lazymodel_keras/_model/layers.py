@@ -11,7 +11,7 @@ import inspect
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import jax
@@ -19,15 +19,18 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from lazymodel import AbstractVariable, LazyModelError, LazyTensor
+from lazymodel import AbstractVariable, CheckpointError, LazyModelError, LazyTensor
 from lazymodel._abstract.framework import Conversion, Framework, ModelSpec
 from lazymodel._abstract.pairs import RANK, LoraPair
 from lazymodel._abstract.variable import matched_paths
-from lazymodel._mapping.match import lazy_values
+from lazymodel._mapping.match import MappedCheckpoint, described, initial_value, lazy_values
 from lazymodel._programs.programs import InitRecipe
 from lazymodel._sharding.follow import along
-from lazymodel._show.text import closest
+from lazymodel._show.text import closest, listed
+from lazymodel._tensors.casting import converted
 from lazymodel._tensors.decoded import Computation, ComputedTensor, Output
+from lazymodel._tensors.lazy import lazy
+from lazymodel._tensors.tensor_source import View
 from lazymodel._trace.errors import on_host
 from lazymodel_keras import _upstream
 from lazymodel_keras._record.recording import quick_collections
@@ -182,6 +185,8 @@ def quantize(model: Any, how: Any, filters: Filters = None) -> None:
     if adapted:
         raise LazyModelError(f"{model.name} has LoRA pairs already, at {adapted[0].path}; quantize comes before lora")
     options: dict[str, Any] = {"mode": how} if isinstance(how, str) else {"config": how}
+    if "verbose" in inspect.signature(model.quantize).parameters:  # from Keras 3.16 on, it prints a report
+        options["verbose"] = False
     try:
         with _patches.needed(), lazy_operations.needed(), quick_collections():
             model.quantize(**options, filters=filters)
@@ -210,22 +215,10 @@ class _Quantizer:
         return _on_host(self.original, values, *self.arguments)
 
     def traced(self, values: jax.Array) -> tuple[jax.Array, ...]:
-        """The same numbers as Keras makes with NumPy, which computes with bfloat16 in float32, but for differences."""
-        over, (low, high), dtype, epsilon, *_ = self.arguments
-        own, wide = values.dtype, values.astype(jnp.promote_types(values.dtype, jnp.float32))
-        if self.original.__name__ == "abs_max_quantize":
-            scale = high / (jnp.max(jnp.abs(wide), over, keepdims=True) + epsilon)
-            return jnp.clip(jnp.round(wide * scale), low, high).astype(dtype), scale.astype(own)
-        groups = -(-len(wide) // over)
-        wide = jnp.pad(wide, ((0, groups * over - len(wide)), (0, 0))).reshape(groups, over, -1)
-        least, most = wide.min(1, keepdims=True), wide.max(1, keepdims=True)
-        span = jax.lax.reduce_precision(most - least, jnp.finfo(own).nexp, jnp.finfo(own).nmant)
-        # XLA would multiply with the inverse of a constant, which is rounded differently.
-        scale = (span + epsilon) / jnp.where(span >= 0, jnp.asarray(high - low, wide.dtype), jnp.nan)
-        zero = jnp.clip(jnp.round(-least / scale) + low, low, high)
-        numbers = jnp.clip(jnp.round(wide / scale) + zero, low, high).astype(dtype)
-        numbers = numbers.reshape(-1, values.shape[1])[: len(values)]
-        return numbers, scale[:, 0].astype(own), zero[:, 0].astype("int8")
+        """Keras' own function on devices: in groups, scales may differ in their last bit from those of its NumPy."""
+        wide = values.astype(jnp.promote_types(values.dtype, jnp.float32))
+        numbers, scale, *zero = self.original(wide, *self.arguments[:-1], to_numpy=False)
+        return numbers, scale.astype(values.dtype), *zero
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,18 +257,10 @@ class _Requantized:
 
 def conversions(model: ModelSpec, weights: Mapping[str, Any]) -> list[Conversion]:
     """How the variables of a quantized model are computed from weights, path → its value before, as far as known."""
-    together: dict[Computation, list[str]] = {}
-    for path, value in model.sources.items():
-        source = value.source if isinstance(value, LazyTensor) else None
-        if isinstance(source, ComputedTensor) and isinstance(source.computation.function, _Quantizer):
-            together.setdefault(source.computation, []).append(path)
     found: list[Conversion] = []
-    for computation, paths in together.items():
-        path = next((path for path in paths if path in weights), None)
-        if path is None:
-            continue
+    for computation, paths, path in _quantizations(model, weights):
         weight, given = weights[path], computation.source
-        transposed = weight.ndim == 2 and weight.T.geometry() == given.geometry()
+        transposed = _is_transposed(weight, given)
         parts: list[Any] = []
         for part in paths:
             view: Any = model.sources[part]
@@ -292,6 +277,59 @@ def conversions(model: ModelSpec, weights: Mapping[str, Any]) -> list[Conversion
         described = dataclasses.replace(model[path], shape=weight.shape, dtype=weight.dtype, sharding=sharding)
         found.append(Conversion(described, tuple(paths), function))
     return found
+
+
+def quantized_checkpoint(
+    model: ModelSpec, weights: Mapping[str, Any], added: Collection[str], checkpoint: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """A checkpoint with what a quantized model has in place of each weight, computed while it is read.
+
+    `weights` are the values from which the model's own are computed, and `added` the variables that it got. Raises
+    CheckpointError for numbers without their scales.
+    """
+    found, computed = dict[str, LazyTensor](), set[str]()
+    for computation, paths, path in _quantizations(model, weights):
+        computed.update(paths)
+        given = [each for each in paths if each in checkpoint]
+        if not given or len(given) == len(paths):
+            continue
+        weight, value = weights[path], lazy(checkpoint[path], path) if path in checkpoint else None
+        if value is None or not jnp.issubdtype(value.dtype, jnp.floating):
+            kind = "" if value is None else f" ({value.dtype.name})"
+            left = listed(repr(each) for each in paths if each not in given)
+            raise CheckpointError(
+                f"{described(checkpoint)} has {given[0]!r}{kind}, and not {left}, without which quantized numbers mean "
+                f"nothing: expected all of them, or {path!r} as floating-point numbers, which are quantized"
+            )
+        if value.shape != weight.shape:
+            continue  # the model's error
+        value, matrix = converted(value, weight.dtype), computation.source
+        source = value.T if _is_transposed(weight, matrix) else value.reshape(matrix.shape)
+        new = Computation(source, computation.function, computation.steps)
+        for part in paths:
+            view: Any = model.sources[part]
+            found[part] = LazyTensor(new.output(view.source.output).source, view.addresses, view.steps)
+    if not any(path in checkpoint for path in added):
+        # Not computed from weights: the places of groups, and the histories of float8.
+        found |= {path: initial_value(model, path) for path in model if path in added and path not in computed}
+    return MappedCheckpoint({**checkpoint, **found}, checkpoint) if found else checkpoint
+
+
+def _quantizations(model: ModelSpec, weights: Mapping[str, Any]) -> Iterator[tuple[Computation, list[str], str]]:
+    """Keras' computations in a model's values: the variables that one makes, and the one that was the weight."""
+    together: dict[Computation, list[str]] = {}
+    for path, value in model.sources.items():
+        source = value.source if isinstance(value, LazyTensor) else None
+        if isinstance(source, ComputedTensor) and isinstance(source.computation.function, _Quantizer):
+            together.setdefault(source.computation, []).append(path)
+    for computation, paths in together.items():
+        if (path := next((path for path in paths if path in weights), None)) is not None:
+            yield computation, paths, path
+
+
+def _is_transposed(weight: View, given: View) -> bool:
+    """Returns True if a matrix that is quantized is a weight transposed, not only reshaped."""
+    return weight.ndim == 2 and weight.T.geometry() == given.geometry()
 
 
 def _chunked(outputs: Callable[..., tuple[tuple[int, ...], list[Output]]]) -> Callable[..., Any]:

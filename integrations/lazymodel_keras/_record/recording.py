@@ -32,8 +32,9 @@ from lazymodel._tensors.lazy import lazy
 from lazymodel._tensors.shards import MismatchedTensor, StoredTensor, misshapen, stored_tensors, unused_tensors, where
 from lazymodel.checkpoints._verify import Verify, verify_files
 from lazymodel_keras import _upstream
-from lazymodel_keras._record.files import Leftovers, RemoteFiles, checkpoint_files, open_decoded, whole
+from lazymodel_keras._record.files import RemoteFiles, checkpoint_files, open_decoded, whole
 from lazymodel_keras._record.initializers import GivenValue, InitialValue, initial_value, value_on_host
+from lazymodel_keras._record.leftovers import Leftovers
 
 
 @dataclasses.dataclass(eq=False)

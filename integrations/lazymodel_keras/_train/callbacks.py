@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import os
 import re
 import tempfile
@@ -23,11 +24,14 @@ from lazymodel import CheckpointError, LazyModelError, open_checkpoint, save_ste
 from lazymodel._remote.path import RemotePath
 from lazymodel._remote.url import is_url, shown
 from lazymodel._save.remote import check_writable
+from lazymodel._show.text import listed
 from lazymodel.checkpoints._checkpoint import KEY, described, is_nothing, place_of, read_described
 from lazymodel.checkpoints._open import located
 from lazymodel.checkpoints._untrusted import read_json_file, read_json_object
+from lazymodel_keras import _upstream
+from lazymodel_keras._model.keras_object import by_path
 from lazymodel_keras._record.files import has_obstore
-from lazymodel_keras._train.restore import step_folder
+from lazymodel_keras._train.restore import SAVE_ALL, other_optimizers, step_folder
 
 _Stock: Any = getattr(keras.callbacks, "OrbaxCheckpoint", keras.callbacks.Callback)
 
@@ -142,6 +146,27 @@ class TrainingCheckpoint(_Stock):
 
         return noted()
 
+    def set_model(self, model: Any) -> None:
+        self._all = _upstream.callbacks_of_caller()
+        super().set_model(model)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Raises LazyModelError for what a step would not hold, before anything is trained."""
+        if self.save_weights_only:
+            return
+        if others := other_optimizers(self.model):
+            raise LazyModelError(
+                f"TrainingCheckpoint saves the state of `model.optimizer` only, and {self.model.name!r} also has "
+                f"{listed(others)}. {SAVE_ALL}; or pass save_weights_only=True"
+            )
+        before = self._all[: self._all.index(self)] if self in self._all else []
+        swaps = (each for each in before if isinstance(each, keras.callbacks.SwapEMAWeights))
+        if self.save_freq == "epoch" and any(swap.swap_on_epoch for swap in swaps):
+            raise LazyModelError(
+                "SwapEMAWeights(swap_on_epoch=True) comes before TrainingCheckpoint in callbacks, so averages would be "
+                "saved as weights, and weights as averages: give TrainingCheckpoint first"
+            )
+
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._epoch, self._batch = epoch, 0
         super().on_epoch_begin(epoch, logs)
@@ -151,11 +176,13 @@ class TrainingCheckpoint(_Stock):
         self._batch = batch + 1
         while len(self._states) > 1 and self._states[1][0] <= self._trained:
             self._states.popleft()
-        super().on_train_batch_end(batch, logs)
+        with _unique_paths(self.model):
+            super().on_train_batch_end(batch, logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._epoch, self._batch = epoch + 1, 0
-        super().on_epoch_end(epoch, logs)
+        with _unique_paths(self.model):
+            super().on_epoch_end(epoch, logs)
 
     def on_train_end(self, logs: Any = None) -> None:
         try:
@@ -173,6 +200,39 @@ class TrainingCheckpoint(_Stock):
         given = self._metadata() if callable(self._metadata) else self._metadata
         where = {"epoch": self._epoch, "batch": self._batch, "metadata": dict(given or {})}
         return {KEY: described(where, self._states[0][1] if self._states else None)}
+
+
+@contextlib.contextmanager
+def _unique_paths(model: Any) -> Generator[None]:
+    """Within the block, a model whose variables have equal paths gives its state with the names of `build_abstract`.
+
+    Keras' own `get_state_tree` raises for such a model.
+    """
+    groups = {
+        "trainable_variables": model.trainable_variables,
+        "non_trainable_variables": model.non_trainable_variables,
+        "optimizer_variables": model.optimizer.variables,
+        "metrics_variables": model.metrics_variables,
+    }
+    if all(len({variable.path for variable in group}) == len(group) for group in groups.values()):
+        yield
+        return
+
+    def state_tree() -> dict[str, Any]:
+        tree: dict[str, Any] = {name: {} for name in groups}
+        for name, group in groups.items():
+            for path, variable in by_path(group).items():
+                *parts, last = path.split("/")
+                functools.reduce(lambda inner, part: inner.setdefault(part, {}), parts, tree[name])[last] = (
+                    variable.value
+                )
+        return tree
+
+    object.__setattr__(model, "get_state_tree", state_tree)  # Keras would keep it as a part of the model
+    try:
+        yield
+    finally:
+        object.__delattr__(model, "get_state_tree")
 
 
 class _RemoteSteps:

@@ -28,12 +28,12 @@ from lazymodel._errors import warn
 from lazymodel._remote.path import Location, RemotePath
 from lazymodel._show.progress import Span
 from lazymodel._show.text import closest, folded_names, listed
-from lazymodel._tensors.casting import SAFE, UNSAFE, check_mode
+from lazymodel._tensors.casting import SAFE, UNSAFE, check_mode, weights
 from lazymodel._tensors.shards import misshapen
 from lazymodel.checkpoints._untrusted import read_json_file
 from lazymodel_keras import _upstream
 from lazymodel_keras._build import Materializing, check_all_used, check_options, of_kind
-from lazymodel_keras._model.keras_object import KerasModel, extended, from_skeleton, model_variables
+from lazymodel_keras._model.keras_object import KerasModel, by_path, extended, from_skeleton, model_variables
 from lazymodel_keras._record.files import RemoteFiles, check_storage_options
 from lazymodel_keras._record.recording import LoadOptions, Recording, session
 
@@ -93,12 +93,23 @@ def _match_slots(
     return {path: names[matched[name]] for path, name in expected.items() if name in matched}
 
 
+def other_optimizers(model: Any) -> list[str]:
+    """The attributes in which a model has optimizers besides `model.optimizer`, as generative adversarial nets do."""
+    held = ((name, value) for name, value in vars(model).items() if not name.startswith("_"))
+    optimizers = ((name, value) for name, value in held if isinstance(value, keras.Optimizer))
+    return [name for name, value in optimizers if value is not getattr(model, "optimizer", None)]
+
+
 T = TypeVar("T")
 
 _WEIGHTS = ("trainable_variables", "non_trainable_variables")
 _OPTIMIZER = "optimizer_variables"
 _METRICS = "metrics_variables"
 _WITH_STATE = (".keras", ".weights.h5", ".weights.json")  # Keras' own files that may contain optimizer state
+SAVE_ALL = (
+    "Save such a model with keras.callbacks.ModelCheckpoint('run.weights.h5', save_weights_only=True) within "
+    "lazymodel_keras.streamed_saving(), which has the state of all, and restore it with lazymodel_keras.restore"
+)
 _SEED_STATE = "seed_generator_state"  # the random state of dropout and the like: training state, not a weight
 
 
@@ -327,16 +338,35 @@ def _restore_abstract(
             "model that was not materialized yet. Build it abstractly again, or restore into the materialized model."
         )
     start = time.perf_counter()
-    recording, result, variables = skeleton.take()  # it gets an optimizer that the abstract model does not have
+    base: Any = skeleton
+    if skeleton.before is not None and _is_before(skeleton.before[0], read.keywords["path"]):
+        base = skeleton.before[0].framework
+    recording, result, variables = base.take()  # it gets an optimizer that the abstract model does not have
     recording.cast, recording.remote = cast, remote
     with session(recording):
         read(recording, result)
-    restored = extended(abstract, KerasModel(None, recording, result), variables)
+        for change in skeleton.changes[len(base.changes) :]:
+            change(result)
+    found = KerasModel(None, recording, result)
+    if base is not skeleton:  # the same variables, in the same order
+        variables = dict(zip(skeleton.variables, found.variables.values(), strict=False))
+    restored = extended(abstract, found, variables)
     restored = dataclasses.replace(restored, spent=(*abstract.spent, Span.since(start, "build", "restoring")))
     try:
         return restored.materialize(**options)
     finally:
         recording.close_files()
+
+
+def _is_before(before: Mapping[str, AbstractVariable], path: Any) -> bool:
+    """Returns True if a checkpoint is of a model before it was quantized: it has no quantized numbers and no histories.
+
+    Names do not show it, since Keras numbers the variables of a layer.
+    """
+    with open_checkpoint(path) as checkpoint:
+        own = [name for name in checkpoint if not name.startswith(("optimizer", _METRICS))]
+        most = sum(variable.follows is None for variable in before.values())
+        return len(own) <= most and not any(weights(checkpoint[name]) for name in own)
 
 
 # Keras' own files -----------------------------------------------------------------------------------------------------
@@ -387,11 +417,16 @@ def _read_orbax(recording: Recording, model: Any, path: Location, weights_only: 
             f"{path}: expected variables of a Keras model under {' and '.join(_WEIGHTS)}, "
             f"found {listed(map(repr, sorted(names)))}"
         )
+    if not weights_only and (others := other_optimizers(model)):
+        raise CheckpointError(
+            f"{path}: a checkpoint of this kind has the state of `model.optimizer` only, and {model.name!r} also has "
+            f"{listed(others)}. {SAVE_ALL}, or pass weights_only=True."
+        )
     optimizer = None if weights_only or not names.get(_OPTIMIZER) else getattr(model, "optimizer", None)
     if optimizer is not None and not optimizer.built:
         optimizer.build(model.trainable_variables)
     automatic = _automatic_names(model)
-    weights = {variable.path: variable for variable in model.variables}
+    weights = by_path(model.variables)
     if weights_only:
         weights = {of: variable for of, variable in weights.items() if not of.endswith(_SEED_STATE)}
         names["weights"] = {saved: name for saved, name in names["weights"].items() if not saved.endswith(_SEED_STATE)}
@@ -399,14 +434,14 @@ def _read_orbax(recording: Recording, model: Any, path: Location, weights_only: 
     targets, taken = dict(weights), {of: names["weights"][saved] for of, saved in saved_as.items()}
     unused = {*names["weights"].values()}
     if optimizer is not None:
-        slots = {variable.path: variable for variable in optimizer.variables}
+        slots = by_path(optimizer.variables)
         targets |= slots
         taken |= _match_slots(slots, names[_OPTIMIZER], saved_as, automatic)
         unused |= {*names[_OPTIMIZER].values()}
     _require_complete(model, path, targets, taken, sorted(unused - {*taken.values()}), strict=strict)
     if not weights_only and names.get(_METRICS):
         # Metrics without variables yet get them from the first batch, with initial values.
-        metrics = {variable.path: variable for variable in getattr(model, "metrics_variables", ())}
+        metrics = by_path(getattr(model, "metrics_variables", ()))
         targets |= metrics
         taken |= {of: names[_METRICS][it] for of, it in _match_paths(metrics, names[_METRICS], automatic).items()}
 

@@ -23,7 +23,7 @@ from lazymodel._abstract.framework import ModelSpec
 from lazymodel._abstract.variable import device_shardings, in_memory, is_offloaded, named_arrays
 from lazymodel._devices.hardware import require_live
 from lazymodel._errors import LazyModelError
-from lazymodel._mapping.match import flat_checkpoint, lazy_values, resolve_and_warn
+from lazymodel._mapping.match import checkpoint_for, lazy_values, resolve_and_warn
 from lazymodel._materialize.materialize import stream
 from lazymodel._programs.jaxprs import is_key, uses_x64
 from lazymodel._show.depth import LAYER, drawn_over_depth, range_text, values_over_depth
@@ -480,4 +480,4 @@ def _measurable(
     devices = {device for sharding in device_shardings(model.variables).values() for device in sharding.device_set}
     if not all(map(on_host, devices)):
         return model, stream(model, checkpoint)
-    return model, lazy_values(model, resolve_and_warn(model, flat_checkpoint(checkpoint))).items()
+    return model, lazy_values(model, resolve_and_warn(model, checkpoint_for(model, checkpoint))).items()

@@ -28,7 +28,7 @@ from lazymodel._devices.hardware import device_memory, require_live
 from lazymodel._errors import DoesNotFitError, LazyModelError
 from lazymodel._mapping.match import (
     LoadPlan,
-    flat_checkpoint,
+    checkpoint_for,
     initial_values,
     is_chunked,
     read_as,
@@ -134,7 +134,7 @@ def run_rewritten(
     require_live(model.variables)
     model.framework.check_placed(model.variables)
     with agreement(model.variables, done="run") as stage:
-        checkpoint = flat_checkpoint(checkpoint)
+        checkpoint = checkpoint_for(model, checkpoint)
         if model.as_read(checkpoint or ()) is not model:
             raise LazyModelError(
                 f"run: the kernels of {model.name} are quantized once they are whole, and run reads them in parts: "

@@ -288,6 +288,21 @@ def _arrangements(shape: _Shape, target: _Shape) -> list[_Arrangement]:
     return found
 
 
+_PADDING = 8  # a vocabulary is padded by less than this part of it
+
+
+def resized(shape: _Shape, target: _Shape, source: From) -> From | None:
+    """A source with the step that pads one axis a little, or removes such padding; None if that is not what differs."""
+    differing = [axis for axis, sizes in enumerate(zip(shape, target, strict=False)) if len(set(sizes)) > 1]
+    if len(shape) != len(target) or len(differing) != 1:
+        return None
+    (axis,) = differing
+    found, wanted = shape[axis], target[axis]
+    if abs(found - wanted) * _PADDING >= max(found, wanted):
+        return None
+    return source.pad(axis, wanted, of=found) if found < wanted else source.slice(axis, 0, wanted, of=found)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Way:
     """A correspondence between the indexes of a variable's names and those of tensors."""
@@ -389,6 +404,7 @@ def suggest(tensors: Mapping[str, _Shape], variables: Mapping[str, _Shape], comp
     matcher.cut_fused()
     matcher.join_separate()
     matcher.reuse_tied()
+    matcher.pad_vocabulary()
     result.missing, result.unused = (
         [f"{family.template()!r} {list(family.shape)}" for family in left] for left in (matcher.ours, matcher.theirs)
     )
@@ -495,6 +511,21 @@ class _Matcher:
             if t := next((t for t in self._tables if _arrangements(t.shape, v.shape)), None):
                 self._add(v, [t], t.shape, "there is no tensor of this name: tied to the table of tokens?", tied=True)
                 self.ours.remove(v)
+
+    def pad_vocabulary(self) -> None:
+        """A table of tokens, or a head, of a few more or fewer tokens."""
+        for v in [v for v in self.ours if v.words & {"embed", "head"} and len(v.indexes) == 1]:
+            fit = [t for t in self.theirs if t.kind == v.kind and len(t.indexes) == 1 and self._shared(v, t) >= _ALIKE]
+            for t in sorted(fit, key=lambda t: -self._shared(v, t)):
+                whole = From(t.template())
+                if source := resized(t.shape, v.shape, whole) or resized(t.shape[::-1], v.shape, whole.T):
+                    break
+            else:
+                continue
+            self._result.entries[v.template()] = source
+            self._result.unsure[v.template()] = f"{list(t.shape)} taken to be {list(v.shape)} but for padding"
+            self.ours.remove(v)
+            self.theirs.remove(t)
 
     def _of_roles(
         self, fused: _Family, found: list[tuple[_Family, list[_Way]]]

@@ -172,6 +172,29 @@ def test_a_table_between_two_models() -> None:
     assert '.stack("layer")' in str(back) and back.check(live, trainer).unmapped.keys() == report.ignored.keys()
 
 
+def test_a_padded_vocabulary() -> None:
+    """It is suggested as a guess, and what `check` advises loads; other sizes are no padding."""
+    checkpoint = tensors({"wte.weight": (101, 8), "lm_head.weight": (101, 8), "up.weight": (24, 8)})
+    checkpoint = {name: value + 1 for name, value in checkpoint.items()}
+    model = model_of({"embed": (104, 8), "head/kernel": (8, 104), "up/kernel": (8, 32)})
+    text = str(WeightMap.suggest(checkpoint, model))
+    assert '"embed": lm.From("wte.weight").pad(0, 104, of=101),' in text
+    assert '"head/kernel": lm.From("lm_head.weight").T.pad(1, 104, of=101),' in text
+    assert text.count("# unsure: [101, 8] taken to be") == 2 and "'up/kernel' [8, 32]" in text
+    larger, smaller = model_of({"embed": (104, 8)}), model_of({"embed": (101, 8)})
+    assert '"embed": lm.From("wte.weight").slice(0, 0, 101, of=104)' in str(
+        WeightMap.suggest(tensors({"wte.weight": (104, 8)}), smaller)
+    )
+    one = {"wte.weight": checkpoint["wte.weight"]}
+    with pytest.raises(lm.CheckpointError, match="if it is padding, use .*pad\\(0, 104, of=101\\)"):
+        lm.map_checkpoint(one, WeightMap({"embed": "wte.weight"}), larger)
+    table = WeightMap({"embed": From("wte.weight").pad(0, 104, of=101)})
+    loaded = larger.materialize(lm.map_checkpoint(one, table, larger))["embed"]
+    np.testing.assert_array_equal(loaded, np.pad(one["wte.weight"], ((0, 3), (0, 0))))
+    with pytest.raises(lm.CheckpointError, match="use .rearrange or .part"):
+        lm.map_checkpoint(tensors({"w": (8, 24)}), WeightMap({"w": "w"}), model_of({"w": (8, 32)}))
+
+
 def test_what_shapes_leave_open_is_told() -> None:
     square = {f"layers.{n}.{name}.weight": (8, 8) for n in range(2) for name in ("fc1", "fc2")}
     shapes = {f"layers/{n}/{name}/kernel": (8, 8) for n in range(2) for name in ("up", "down")}

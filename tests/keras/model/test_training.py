@@ -364,3 +364,13 @@ def test_losses_are_those_of_stock_keras(mesh42: Mesh) -> None:
     assert_placed_like_owners(model)
     with pytest.raises(lm.ShardingError, match="no axis 'rows' to split batches over"):
         lk.distribution(mesh42, "rows")
+
+    def compiled_outside() -> keras.Model:
+        return lm.build_abstract(net, build=False).shard(mesh42, RULES).materialize()
+
+    model = seeded(compiled_outside)
+    model.compile(OPTIMIZERS["adam"](), "mse")  # its step count is on one device
+    with lk.distribution(mesh42, "batch").scope():
+        np.testing.assert_allclose(losses(model), expected, rtol=1e-5)
+        model.evaluate(*data(), verbose=0)
+    assert_placed_like_owners(model)

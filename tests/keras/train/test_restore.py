@@ -339,3 +339,27 @@ def test_a_checkpoint_of_weights_only(tmp_path: Path) -> None:
         lk.load_model(tmp_path / "weights")
     model = lk.restore(net(), tmp_path / "weights")
     assert not model.optimizer.built, "there is nothing to restore it from"
+
+
+def test_keras_own_file_as_a_checkpoint(tmp_path: Path) -> None:
+    """Its names are positions, so the error names the function that reads it, rather than renaming."""
+    file = tmp_path / "model.weights.h5"
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, name="a")], name="m")
+    model.save_weights(file)
+    abstract = lm.build_abstract(lambda: keras.models.clone_model(model))
+    with pytest.raises(lm.CheckpointError, match="load it with lazymodel_keras.restore") as caught:
+        abstract.materialize(lm.open_checkpoint(file))
+    assert "suggest" not in str(caught.value)
+    assert_same_values(model.variables, lk.restore(abstract, file).variables)
+
+
+def test_parameters_are_those_of_the_model() -> None:
+    """Metrics and optimizers are none."""
+
+    def trained() -> keras.Model:
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2), keras.layers.BatchNormalization()])
+        model.compile("adam", "mse", metrics=["mae"])
+        model.optimizer.build(model.trainable_variables)
+        return model
+
+    assert lm.build_abstract(trained).num_parameters == trained().count_params() == 4 * 2 + 2 + 4 * 2

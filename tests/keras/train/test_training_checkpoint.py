@@ -68,6 +68,96 @@ def assert_same_state(expected: dict[str, np.ndarray], model: keras.Model) -> No
         np.testing.assert_array_equal(found[path], value, err_msg=path)
 
 
+class TwoOptimizers(keras.Model):
+    """As a generative adversarial net has them."""
+
+    def __init__(self) -> None:
+        super().__init__(name="nets")
+        self.first, self.second = keras.layers.Dense(16, name="first"), keras.layers.Dense(8, name="second")
+
+    def compile(self, **options: Any) -> None:
+        super().compile(**options)
+        self.other_optimizer = keras.optimizers.Adam()
+
+    def build(self, shape: Any) -> None:
+        self.first.build((None, 16))
+        self.second.build((None, 16))
+        self.other_optimizer.build(self.first.trainable_variables)
+        super().build(shape)
+
+    def call(self, x: Any) -> Any:
+        return self.second(self.first(x))
+
+
+def two_optimizers() -> keras.Model:
+    model = TwoOptimizers()
+    model.compile(optimizer="adam", loss="mse")
+    model.build((None, 16))
+    return model
+
+
+def test_a_second_optimizer_is_not_lost(tmp_path: Path) -> None:
+    """No step of Orbax holds it, so fit refuses; what the error advises does."""
+    run, weights = tmp_path / "run", tmp_path / "run.weights.h5"
+    with pytest.raises(lm.LazyModelError, match="also has other_optimizer.*ModelCheckpoint.*streamed_saving"):
+        fit(lk.TrainingCheckpoint(run), model=two_optimizers())
+    model = two_optimizers()
+    stock = keras.callbacks.OrbaxCheckpoint(str(run), save_on_background=False)
+    with lk.streamed_saving():
+        fit(stock, keras.callbacks.ModelCheckpoint(weights, save_weights_only=True), model=model)
+    model.other_optimizer.iterations.assign(7)
+    with lk.streamed_saving():
+        model.save_weights(weights)
+    for made in (two_optimizers(), lm.build_abstract(two_optimizers)):
+        restored = lk.restore(made, weights)
+        assert (int(restored.other_optimizer.iterations), int(restored.optimizer.iterations)) == (7, 6)
+    with pytest.raises(lm.CheckpointError, match="also has other_optimizer.*weights_only=True"):
+        lk.restore(two_optimizers(), run)
+    restored = lk.restore(two_optimizers(), run, weights_only=True)
+    assert_same_values(model.variables, restored.variables)
+    fit(lk.TrainingCheckpoint(tmp_path / "weights", save_weights_only=True), model=two_optimizers(), epochs=1)
+
+
+def test_averages_are_not_saved_as_weights(tmp_path: Path) -> None:
+    def averaged() -> keras.Model:
+        model = net()
+        model.compile(keras.optimizers.Adam(0.1, use_ema=True), "mse")
+        return model
+
+    checkpoint, swap = lk.TrainingCheckpoint(tmp_path), keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+    with pytest.raises(lm.LazyModelError, match="give TrainingCheckpoint first"):
+        fit(swap, checkpoint, model=averaged())
+    seen: list[list[np.ndarray]] = []
+    look = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append([*state(model).values()]))
+    model = averaged()
+    fit(lk.TrainingCheckpoint(tmp_path), look, swap, model=model)
+    restored = lk.restore(averaged(), tmp_path)
+    for value, expected in zip(state(restored).values(), seen[-1], strict=True):
+        np.testing.assert_array_equal(value, expected)
+
+
+def test_an_optimizer_whose_names_are_not_unique(tmp_path: Path, s3: S3Server) -> None:
+    def factored() -> keras.Model:
+        model = net(256)
+        model.compile(keras.optimizers.Adafactor(0.1), "mse")
+        return model
+
+    model = seeded(factored)
+    where: dict[str, Any] = {str(tmp_path / "run"): {}, "s3://bucket/run": s3.options()}
+    fit(*(lk.TrainingCheckpoint(path, storage_options=options) for path, options in where.items()), model=model)
+    assert "get_state_tree" not in vars(model)
+    for path, options in where.items():
+        for made in (factored(), lm.build_abstract(factored)):
+            restored = lk.restore(made, path, storage_options=options)
+            assert_same_values(state_of(model), state_of(restored))
+
+
+def test_save_step_points_to_the_callback(tmp_path: Path) -> None:
+    with pytest.raises(lm.LazyModelError, match="lazymodel_keras.TrainingCheckpoint"):
+        lm.save_step(fit(), tmp_path, 1)
+    lm.save_step(keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)]), tmp_path, 1)
+
+
 class Numbers:
     """An iterator with a state of bytes, as Grain's may be."""
 

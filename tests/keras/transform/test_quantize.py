@@ -20,9 +20,11 @@ from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 import lazymodel_keras as lk
+from lazymodel_keras import _upstream
 from tests.keras.models import (
     GEMMA,
     assert_same,
+    bits,
     device_mesh,
     in_block,
     preset_of,
@@ -148,7 +150,7 @@ def test_reads_every_weight_once_in_slabs(preset: Path, mesh8: Mesh, monkeypatch
         return watching
 
     for name in ("abs_max_quantize", "abs_max_quantize_grouped_with_zero_point"):
-        for module in (keras.src.quantizers, keras.src.quantizers.quantizers):
+        for module in _upstream.QUANTIZERS:
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, watched(getattr(module, name)))
     make_small(monkeypatch, slab=1024)
@@ -165,7 +167,8 @@ def test_reads_every_weight_once_in_slabs(preset: Path, mesh8: Mesh, monkeypatch
     assert sum(slabs) == kernels
     assert max(slabs) <= 32 * 64 * 4, "a column group of one layer, never a whole embedding"
     assert abstract.nbytes == sum(variable.value.nbytes for variable in model.variables)
-    assert {row.action for row in report.rows} <= {"load", "constant"}
+    places = {row.path for row in report.rows if row.action == "initialize"}  # Keras 3.16 initializes those of groups
+    assert all(path.endswith("g_idx") for path in places)
 
 
 def test_the_plan_is_what_is_materialized(preset: Path, mesh8: Mesh) -> None:
@@ -182,6 +185,7 @@ def test_the_plan_is_what_is_materialized(preset: Path, mesh8: Mesh) -> None:
     assert_same(model, again, outputs=False)
 
 
+ZERO = "kernel_zero" if hasattr(keras.layers.Dense, "_get_kernel_with_merged_lora") else "zero_point"  # Keras 3.16
 QUERY_RULES = {r".*attention/(query|key|value)/kernel": P("model"), "token_embedding/embeddings": P("model")}
 GATING_RULES = {"token_embedding/embeddings": P("model"), r".*ffw_gating/kernel": P(None, "model")}
 
@@ -204,7 +208,7 @@ GATING_RULES = {"token_embedding/embeddings": P("model"), r".*ffw_gating/kernel"
             GATING_RULES,
             {
                 "decoder_block_0/ffw_gating/kernel_scale": P(None, "model"),
-                "decoder_block_0/ffw_gating/kernel_zero": P(None, "model"),
+                f"decoder_block_0/ffw_gating/{ZERO}": P(None, "model"),
             },
             marks=blocks,
         ),
@@ -284,6 +288,20 @@ def layers(dtype: str) -> keras.Model:
     return keras.Model(tokens, keras.layers.Dense(31, dtype=dtype, name="odd")(x))
 
 
+def assert_close(stock: keras.Model, ours: keras.Model, *, exact: bool) -> None:
+    """Keras' function of groups on devices differs from its NumPy in a scale's last bit; in bfloat16, by a step."""
+    for one, other in zip(stock.variables, ours.variables, strict=True):
+        if "scale" in one.name:
+            few = 2 * float(jax.numpy.finfo(one.dtype).eps)
+            np.testing.assert_allclose(np.asarray(other.value, "f8"), np.asarray(one.value, "f8"), rtol=few)
+        elif one.dtype == "int8" and not exact:
+            for half in (lambda numbers: (numbers << 4) >> 4, lambda numbers: numbers >> 4):
+                found, expected = (half(np.asarray(each.value)) for each in (other, one))
+                assert np.abs(found - expected).max() <= 2, one.path  # of the number and of the zero point
+        else:
+            np.testing.assert_array_equal(bits(other), bits(one), err_msg=one.path)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "how",
@@ -303,7 +321,10 @@ def test_a_sampler_is_quantized_on_the_way(mesh8: Mesh, how: Any, dtype: str) ->
     stock = layers(dtype)
     for own, variable in zip(stock.variables, trainer.variables, strict=True):
         own.assign(np.asarray(variable.value).astype(own.value.dtype))
-    assert_same(quantized(stock, how), sampler, outputs=False)
+    if "4" in str(how):
+        assert_close(quantized(stock, how), sampler, exact=dtype == "float32")
+    else:
+        assert_same(quantized(stock, how), sampler, outputs=False)
     assert {v.path: v.value.sharding.spec for v in sampler.variables} == {p: v.spec for p, v in abstract.items()}
     assert lm.Sync(abstract, abstract).computed_nbytes == 0  # numbers and scales move as they are
     if how == "int8":
@@ -313,6 +334,67 @@ def test_a_sampler_is_quantized_on_the_way(mesh8: Mesh, how: Any, dtype: str) ->
         ):
             with pytest.raises(lm.LazyModelError, match=f"{text}.*the abstract model that `quantize` made"):
                 lm.Sync(trainer, sampler, mapping)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "int8",
+        "float8",
+        pytest.param("int4", marks=blocks),
+        pytest.param(Int4(block_size=24), marks=blocks, id="blocks"),
+    ],
+)
+def test_a_model_that_a_function_builds_is_quantized_from_floats(how: Any, tmp_path: Path, mesh8: Mesh) -> None:
+    """From any checkpoint of it before it was quantized, as it is read; from its own, as it is."""
+    own = randomize(layers("float32"))
+    file, weights = str(tmp_path / "model.safetensors"), str(tmp_path / "model.weights.h5")
+    lm.save(own, file)
+    own.save_weights(weights)
+    abstract = lm.build_abstract(layers, "bfloat16").quantize(how)
+    stock = layers("bfloat16")
+    stock.load_weights(weights)
+    quantized(stock, how)
+    sharded = abstract.shard(mesh8, {"(query|output)/kernel": P("model"), ".*": P()})
+    checkpoint = lm.open_checkpoint(file)
+    model = sharded.materialize(checkpoint, initialize="nothing")
+    assert_same(stock, model, outputs=False)
+    assert sharded.plan(checkpoint).read_nbytes == checkpoint.nbytes
+    assert_same(stock, abstract.materialize(own, initialize="nothing"), outputs=False)
+    restored = lk.restore(lm.build_abstract(layers, "bfloat16").quantize(how).shard(mesh8, {".*": P()}), weights)
+    assert_same(stock, restored, outputs=False)
+    if how == "int8":
+        tuned = lk.restore(lm.build_abstract(layers, "bfloat16").quantize(how).lora(2, ".*query/kernel"), weights)
+        values = {variable.path: variable.value for variable in tuned.variables}
+        assert len(values) == len(stock.variables) + 2
+        for variable in stock.variables:
+            np.testing.assert_array_equal(values[variable.path], variable.value)
+    for path, array in sharded.stream(checkpoint, initialize="nothing"):
+        np.testing.assert_array_equal(array, next(v for v in model.variables if v.path == path).value)
+    model.save_weights(weights)
+    again = lk.restore(lm.build_abstract(layers, "bfloat16").quantize(how), weights)
+    assert_same(stock, again, outputs=False)
+    lm.save(model, tmp_path / "quantized.safetensors")
+    assert_same(stock, abstract.materialize(lm.open_checkpoint(tmp_path / "quantized.safetensors")), outputs=False)
+
+
+def test_numbers_without_their_scales(capsys: pytest.CaptureFixture[str]) -> None:
+    abstract = lm.build_abstract(layers, "float32").quantize("int8")
+    assert not capsys.readouterr().out
+    values = {path: np.zeros(variable.shape, variable.dtype) for path, variable in abstract.items()}
+    without = {path: value for path, value in values.items() if path != "odd/kernel_scale"}
+    for given in (without, {path: value for path, value in values.items() if path != "odd/kernel"}):
+        with pytest.raises(lm.CheckpointError, match="'odd/kernel.*without which quantized numbers mean nothing"):
+            abstract.materialize(given, strict=False)
+    floats = {variable.path: np.zeros(variable.shape, "float32") for variable in layers("float32").variables}
+    wrong = floats | {"odd/kernel": np.zeros((3, 3), "float32")}
+    with pytest.raises(lm.CheckpointError, match=r"'odd/kernel': expected shape \(63, 31\), found \(3, 3\)"):
+        abstract.materialize(wrong)
+    del floats["odd/kernel"]
+    with pytest.raises(lm.CheckpointError, match="has no tensor for 2 .*odd/kernel"):
+        abstract.materialize(floats, initialize="nothing")
+    with pytest.warns(lm.LazyModelWarning, match="has no tensor for 2 .*odd/kernel"):
+        assert np.asarray(abstract.materialize(floats).get_layer("odd").kernel).any()
 
 
 QUANTIZE, LORA = (lambda a: a.quantize("int8")), (lambda a: a.lora(2, ".*kernel"))
