@@ -102,6 +102,9 @@ def shard(
       without a rule is not split.
     - None: variables carry names of mesh axes, as Flax' partitioning metadata does, and these are used.
 
+    A variable that carries a mesh of its own, as `nnx.Param(x, sharding=..., mesh=...)` does, stays on that mesh unless
+    a rule matches it.
+
     A spec is a `PartitionSpec`, a tuple or list of axis names, None (replicate), a `lazymodel.Host` of one of these
     (in the host's memory), or a whole `NamedSharding` or `jax.experimental.layout.Format` (a layout on the device and a
     sharding).
@@ -146,6 +149,8 @@ def shard(
         if not is_layout_map(rules):
             raise ShardingError(f"{'; '.join(notes)}. Fix the pattern (the whole path must match) or remove the rule.")
         warn("; ".join(notes))
+    meshes = {path: (variable.sharding, variable.reason) for path, variable in model.items() if _on_own_mesh(variable)}
+    found = cast("_Found", meshes) | found
     own = {path: variable for path, variable in model.items() if variable.follows is None}
     state = {path: variable for path, variable in model.items() if variable.follows is not None}
     kind = None if model.optimized is None else model.optimized.memory_kind
@@ -239,6 +244,30 @@ def _placed(variable: AbstractVariable, spec: Any, reason: Reason, mesh: Mesh) -
     sharding = spec if isinstance(spec, Sharding) else NamedSharding(mesh, check_spec(variable, spec, mesh))
     sharding = sharding if kind is None else in_memory(sharding, kind, variable.path)
     return dataclasses.replace(variable, sharding=sharding, layout=layout, reason=reason)
+
+
+def on_own_meshes(variables: Mapping[str, AbstractVariable], meshes: Mapping[str, Mesh]) -> dict[str, AbstractVariable]:
+    """Variables of which some carry a mesh, placed on it by the axes that they name; `shard` leaves them there.
+
+    The others are replicated on the first of the meshes until `shard` places them, so that one function takes all.
+
+    Raises:
+        ShardingError: A mesh does not fit.
+    """
+    first = next(iter(meshes.values()))
+    own = Reason("own mesh", "on the mesh in the variable's own metadata")
+    beside = Reason("unmatched", "replicated on the mesh that other variables carry")
+    found: dict[str, AbstractVariable] = {}
+    for path, variable in variables.items():
+        mesh, reason, axes = meshes.get(path, first), beside, ()
+        if path in meshes:
+            reason, axes = own, variable.logical_axes or ()
+        found[path] = _placed(variable, PartitionSpec(*axes), reason, mesh)
+    return kept_on_host(found)
+
+
+def _on_own_mesh(variable: AbstractVariable) -> bool:
+    return variable.reason is not None and variable.reason.kind == "own mesh"
 
 
 # Rules ----------------------------------------------------------------------------------------------------------------
@@ -349,7 +378,7 @@ def _by_axis_names(rules: Sequence[Any] | None, variables: Mapping[str, Abstract
         )
     found: _Found = {}
     for path, variable in variables.items():
-        if (names := variable.logical_axes) is None:
+        if (names := variable.logical_axes) is None or (rules is None and _on_own_mesh(variable)):
             continue
         if len(names) > len(variable.shape):
             raise ShardingError(
