@@ -232,7 +232,10 @@ class _Arrangement:
             ]
             # Axes that are merged in the variable cannot be separated again without their sizes.
             known = {
-                names[axis]: shape[self.ones[0] + self.before.index((axis,))] for g in self.after if len(g) > 1 for axis in g[:-1]
+                names[axis]: shape[self.ones[0] + self.before.index((axis,))]
+                for g in self.after
+                if len(g) > 1
+                for axis in g[:-1]
             }
             return source.rearrange(" -> ".join(sides), **known)
         if order == tuple(range(len(order))):

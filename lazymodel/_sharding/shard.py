@@ -102,18 +102,16 @@ def shard(
       without a rule is not split.
     - None: variables carry names of mesh axes, as Flax' partitioning metadata does, and these are used.
 
-    A variable that carries a mesh of its own, as `nnx.Param(x, sharding=..., mesh=...)` does, stays on that mesh unless
-    a rule matches it.
-
     A spec is a `PartitionSpec`, a tuple or list of axis names, None (replicate), a `lazymodel.Host` of one of these
     (in the host's memory), or a whole `NamedSharding` or `jax.experimental.layout.Format` (a layout on the device and a
     sharding).
 
-    Variables that no rule matches are replicated, except LoRA pairs and quantization scales, which are split like the
-    weight that they belong to. For NNX modules, rules are for kernels as they were before `quantize`, and what replaces
-    a kernel is split like it. Optimizer state (`with_optimizer`) is sharded like the parameters that it belongs to,
-    even if rules match its own paths. Only the patterns of a mapping that match no parameter apply to it (to spread it
-    over data-parallel devices, for example). `with_optimizer` and those patterns decide in which memory it is stored.
+    Variables that no rule matches are replicated, except those that carry a mesh (`nnx.Param(x, sharding=, mesh=)`),
+    which stay on it, and LoRA pairs and quantization scales, which are split like their weight. For NNX modules, rules
+    are for kernels as before `quantize`, and what replaces a kernel is split like it. Optimizer state is sharded like
+    the parameters that it belongs to, even if rules match its own paths. Only the patterns of a mapping that match no
+    parameter apply to it (to spread it over data-parallel devices, for example). `with_optimizer` and those patterns
+    decide in which memory it is stored.
 
     Args:
         mesh: The devices and their axis names; an object with a `backend_mesh`, as Keras' `DeviceMesh`, is unwrapped.
@@ -149,8 +147,6 @@ def shard(
         if not is_layout_map(rules):
             raise ShardingError(f"{'; '.join(notes)}. Fix the pattern (the whole path must match) or remove the rule.")
         warn("; ".join(notes))
-    meshes = {path: (variable.sharding, variable.reason) for path, variable in model.items() if _on_own_mesh(variable)}
-    found = cast("_Found", meshes) | found
     own = {path: variable for path, variable in model.items() if variable.follows is None}
     state = {path: variable for path, variable in model.items() if variable.follows is not None}
     kind = None if model.optimized is None else model.optimized.memory_kind
@@ -178,6 +174,8 @@ def _assigned(
     assigned: dict[str, AbstractVariable] = {}
     mismatches: dict[str, str] = {}
     unmatched = Reason("unmatched", "replicated, since no rule matches it")
+    kept: Any = {path: (each.sharding, each.reason) for path, each in variables.items() if _on_own_mesh(each)}
+    found = kept | found
     for path, variable in variables.items():
         spec, reason = found.get(path, (None, unmatched))
         if kind is not None and variable.follows is not None and not isinstance(spec, Host | Sharding | Format):
@@ -257,13 +255,12 @@ def on_own_meshes(variables: Mapping[str, AbstractVariable], meshes: Mapping[str
     first = next(iter(meshes.values()))
     own = Reason("own mesh", "on the mesh in the variable's own metadata")
     beside = Reason("unmatched", "replicated on the mesh that other variables carry")
-    found: dict[str, AbstractVariable] = {}
-    for path, variable in variables.items():
-        mesh, reason, axes = meshes.get(path, first), beside, ()
-        if path in meshes:
-            reason, axes = own, variable.logical_axes or ()
-        found[path] = _placed(variable, PartitionSpec(*axes), reason, mesh)
-    return kept_on_host(found)
+
+    def placed(variable: AbstractVariable) -> AbstractVariable:
+        mesh, axes = meshes.get(variable.path), PartitionSpec(*(variable.logical_axes or ()))
+        return _placed(variable, axes, own, mesh) if mesh else _placed(variable, None, beside, first)
+
+    return kept_on_host({path: placed(variable) for path, variable in variables.items()})
 
 
 def _on_own_mesh(variable: AbstractVariable) -> bool:

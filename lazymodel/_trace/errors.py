@@ -33,7 +33,7 @@ from collections.abc import (
     Sequence,
 )
 from types import TracebackType
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import jax
 import numpy as np

@@ -114,7 +114,10 @@ def test_no_generated_repr_or_comparison_in_a_graph(package: str) -> None:
             for name, types in classes.items()
         }
         for name in classes:
-            seen, waiting = set[str](), [other for other in leads[name] if other.partition(".")[0] == name.partition(".")[0]]
+            seen, waiting = (
+                set[str](),
+                [other for other in leads[name] if other.partition(".")[0] == name.partition(".")[0]],
+            )
             while waiting:
                 other = waiting.pop()
                 assert other != name, f"{name}: {what}=False, since it holds others of its own class"
