@@ -109,9 +109,8 @@ def shard(
     Variables that no rule matches are replicated, except those that carry a mesh (`nnx.Param(x, sharding=, mesh=)`),
     which stay on it, and LoRA pairs and quantization scales, which are split like their weight. For NNX modules, rules
     are for kernels as before `quantize`, and what replaces a kernel is split like it. Optimizer state is sharded like
-    the parameters that it belongs to, even if rules match its own paths. Only the patterns of a mapping that match no
-    parameter apply to it (to spread it over data-parallel devices, for example). `with_optimizer` and those patterns
-    decide in which memory it is stored.
+    its parameters, even if rules match its own paths. Only the patterns of a mapping that match no parameter apply to it
+    (to spread it over data-parallel devices, say). `with_optimizer` and those patterns decide in which memory it is.
 
     Args:
         mesh: The devices and their axis names; an object with a `backend_mesh`, as Keras' `DeviceMesh`, is unwrapped.

@@ -47,7 +47,7 @@ def test_jax_has_what_is_used() -> None:
 
     jax.make_jaxpr(look)(1.0)
     assert len(seen) == 1
-    own = {name for name in vars(ValuedTrace) if name.startswith("process_")}
+    own = {name for name in vars(ValuedTrace) if name.startswith("process_")} - {"process_call"}  # until JAX 0.10
     assert own <= {*dir(core.Trace), *dir(partial_eval.DynamicJaxprTrace)}, "a method of ours replaces none of JAX'"
 
 
