@@ -109,7 +109,7 @@ def shard(
     Variables that no rule matches are replicated, except those that carry a mesh (`nnx.Param(x, sharding=, mesh=)`),
     which stay on it, and LoRA pairs and quantization scales, which are split like their weight. For NNX modules, rules
     are for kernels as before `quantize`, and what replaces a kernel is split like it. Optimizer state is sharded like
-    its parameters, even if rules match its own paths. Only the patterns of a mapping that match no parameter apply to it
+    its parameters, even if rules match its paths. Only the patterns of a mapping that match no parameter apply to it
     (to spread it over data-parallel devices, say). `with_optimizer` and those patterns decide in which memory it is.
 
     Args:
