@@ -302,8 +302,7 @@ def explained(error: Exception, left_nbytes: int = 0) -> TraceError | None:
 def refuse_stale(jaxpr: Any, function: Any) -> None:
     """Raises TraceError if a trace uses traced arrays of an earlier one."""
     if any(isinstance(const, core.Tracer) for const in jaxpr.consts):
-        found = _find(function, package=_package(function))
-        where = f" (at {found[0].strip()})" if found else ""
+        where = f" (at {found[0].strip()})" if (found := _find(function, package=_package(function))) else ""
         raise TraceError(
             f"the init function uses a traced array that an earlier build left in an object{where}. It has no value: "
             "create such objects anew for each build, inside of the init function"
