@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.util
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import types
 import zipfile
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -108,6 +110,52 @@ def test_names_are_the_same_for_users_and_checkers():
 
 def test_a_method_of_an_extra_is_its_function():
     assert lazymodel.AbstractModel.run is importlib.import_module("lazymodel.extras.run.run").run
+
+
+# What a process has of these packages: everything in their modules, classes and tables, and the settings of JAX.
+THEIRS = ("jax", "flax", "keras", "optax")
+SNAPSHOT = f"""
+import importlib, json, sys, types
+def theirs(): return [name for name in sorted(sys.modules) if name.partition(".")[0] in {THEIRS}]
+def snapshot():
+    found = {{("jax.config", name): value for name, value in jax.config.values.items()}}
+    for module in theirs():
+        for name, value in list(vars(sys.modules[module]).items()):
+            if name.startswith("__") or isinstance(value, types.ModuleType): continue
+            found[module, name] = value
+            inside = value if type(value) is dict else vars(value) if isinstance(value, type) else {{}}
+            if isinstance(value, type) and value.__module__.partition(".")[0] not in {THEIRS}: continue
+            found |= {{(module, name, str(key)): each for key, each in list(inside.items()) if key != "__doc__"}}
+    return found
+"""
+
+
+def test_import_changes_nothing_of_others() -> None:
+    """In a process that has imported what ours import of them."""
+    ours = [name for name in PACKAGES if not name.partition("_")[2] or importlib.util.find_spec(name.partition("_")[2])]
+    imports = f"for name in {ours}: importlib.import_module(name)"
+    names = _printed(f"{SNAPSHOT}\n{imports}\nprint(json.dumps(theirs()))")
+    compare = f"""
+import jax
+for name in {names}: importlib.import_module(name)
+before = snapshot()
+PLANTED
+{imports}
+after = snapshot()
+print(json.dumps([key for key in before.keys() | after if before.get(key, before) is not after.get(key, after)]))
+"""
+    assert _printed(SNAPSHOT + compare.replace("PLANTED", "")) == []
+    planted = "from jax._src.interpreters import partial_eval as p; p.custom_staging_rules['x'] = p"
+    planted += "; jax.Array.planted = 1; jax.numpy.planted = 1; jax.config.update('jax_enable_x64', True)"
+    found = {"/".join(key) for key in _printed(SNAPSHOT + compare.replace("PLANTED", planted))}
+    rules = "jax._src.interpreters.partial_eval/custom_staging_rules/x"
+    assert {rules, "jax/Array/planted", "jax.numpy/planted", "jax.config/jax_enable_x64"} <= found
+
+
+def _printed(script: str) -> Any:
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("package", NAMES)

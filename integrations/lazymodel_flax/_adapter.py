@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import numpy as np
 from flax import linen, nnx
+from jax.sharding import Mesh
 
 from lazymodel import AbstractVariable, LazyModelError, TraceError
 from lazymodel._abstract.framework import Framework, ModelSpec, Optimizer, Training
@@ -31,7 +32,7 @@ from lazymodel._abstract.pairs import LoraPair, named_pairs
 from lazymodel._abstract.variable import OPTIMIZER, PathOf, is_trained_pair, path_of, path_text, trained_path
 from lazymodel._programs.jaxprs import CONFIG, is_key, with_weak_type
 from lazymodel._sharding.follow import follow_weights, from_read
-from lazymodel._sharding.shard import resolve_logical
+from lazymodel._sharding.shard import on_own_meshes, resolve_logical
 from lazymodel._show.text import listed
 from lazymodel._trace.errors import cells_with_tracers, is_iterator, refuse_empty, refuse_escaped, watched
 from lazymodel._trace.function import known_value, trace_function
@@ -156,7 +157,7 @@ def _build_linen(module: linen.Module, args: tuple[Any, ...], kwargs: dict[str, 
     model = trace_function(module.init, args, kwargs, name=type(module).__name__, path_of=_variable_path)
     tree = model.framework.structure({path: path for path in model})
     boxes = [box for box in jax.tree.leaves(tree, is_leaf=_is_box) if isinstance(box, linen.Partitioned)]
-    model = _with_logical_axes(model, {box.value: (box.names, getattr(box, "rules", None)) for box in boxes})
+    model = _with_logical_axes(model, {box.value: (box.names, *_own(vars(box), "rules")) for box in boxes})
     trainable = {path: dataclasses.replace(model[path], trainable=path.startswith(_PARAMS)) for path in model}
     return dataclasses.replace(model, variables=trainable, framework=_Linen(model.framework.structure))
 
@@ -204,21 +205,29 @@ def _path_of_plain(tree: Any) -> PathOf:
     return (lambda keys: name(_without_values(keys))) if _has_boxes(tree) else name
 
 
-def _with_logical_axes(model: ModelSpec, names: Mapping[str, tuple[Any, Any]]) -> ModelSpec:
-    """The model with `logical_axes` on its variables.
+def _own(metadata: Mapping[str, Any], rules: str) -> tuple[Any, Any]:
+    """A variable's own rules for its axis names, and its own mesh; None for what it has not."""
+    return metadata.get(rules), metadata.get("mesh")
 
-    `names` maps path → axis names (a sequence, a PartitionSpec or a NamedSharding) and the variable's own rules for
-    them, or None. Own rules are applied at once; names without an own rule stay.
+
+def _with_logical_axes(model: ModelSpec, names: Mapping[str, tuple[Any, Any, Any]]) -> ModelSpec:
+    """The model with `logical_axes` on its variables, and on the meshes that some carry.
+
+    `names` maps path → axis names (a sequence, a PartitionSpec or a NamedSharding), and `_own` rules and mesh. Own
+    rules are applied at once; names without an own rule stay.
     """
-    variables = dict(model.variables)
-    for path, (axes, rules) in names.items():
+    variables, meshes = dict(model.variables), dict[str, Mesh]()
+    for path, (axes, rules, mesh) in names.items():
         if path in variables:
+            mesh = getattr(axes, "mesh", mesh)
             axes = tuple(getattr(axes, "spec", axes))
             if rules:
                 resolved, unknown = resolve_logical(axes, rules)
                 axes = tuple(name if name in unknown else axis for name, axis in zip(axes, resolved, strict=True))
             variables[path] = dataclasses.replace(variables[path], logical_axes=axes)
-    return model.with_variables(variables)
+            if isinstance(mesh, Mesh):
+                meshes[path] = mesh
+    return model.with_variables(on_own_meshes(variables, meshes) if meshes else variables)
 
 
 # NNX ------------------------------------------------------------------------------------------------------------------
@@ -368,7 +377,7 @@ class _Built:
 
     graphdef: Any  # the result's graph definition; None if it contains no NNX objects
     path_of: PathOf  # names the leaves of its state, or of a result without NNX objects
-    axes: Mapping[str, tuple[Any, Any]] = dataclasses.field(default_factory=dict[str, tuple[Any, Any]])
+    axes: Mapping[str, tuple[Any, Any, Any]] = dataclasses.field(default_factory=dict[str, tuple[Any, Any, Any]])
     params: frozenset[str] = frozenset()  # the paths of values of the kind that is trained
     trained: type[nnx.Variable[Any]] = nnx.Param  # that kind
     rules: tuple[Any, ...] = ()  # Qwix' rules by which it was quantized
@@ -401,12 +410,12 @@ def _as_count(leaf: Any, known: dict[int, jax.Array]) -> Any:
         return known.setdefault(id(leaf), jax.numpy.asarray(np.array(leaf, subok=False)))
 
 
-def _axis_names(state: Any) -> dict[str, tuple[Any, Any]]:
-    """Path → axis names of each variable that has some, and its own rules for them or None."""
+def _axis_names(state: Any) -> dict[str, tuple[Any, Any, Any]]:
+    """Path → axis names of each variable that has some, and its `_own` rules and mesh."""
     found = _by_path(state, is_leaf=lambda node: isinstance(node, nnx.Variable))
     metadata = {path: variable.get_metadata() for path, variable in found.items() if isinstance(variable, nnx.Variable)}
     named = {path: given for path, given in metadata.items() if given.get("out_sharding") is not None}
-    return {path: (given["out_sharding"], given.get("sharding_rules")) for path, given in named.items()}
+    return {path: (given["out_sharding"], *_own(given, "sharding_rules")) for path, given in named.items()}
 
 
 def _check_plain(result: Any, leaves: Sequence[Any], name: str) -> None:

@@ -114,9 +114,10 @@ class Reason:
     """The reason for the sharding of a variable.
 
     Attributes:
-        kind: `rule` (of a mapping), `callable`, `logical` (axis rules), `metadata` (the variable's own), `proposed`
-            (by `auto` or another proposer), `follows` (the weight that it belongs to), `repaired`, `optimizer` (state,
-            as its parameter), `host` (a NumPy array that devices cannot hold), or `unmatched`.
+        kind: `rule` (of a mapping), `callable`, `logical` (axis rules), `metadata` (the variable's own), `own mesh` (of
+            the variable's metadata), `proposed` (by `auto` or another proposer), `follows` (the weight that it belongs
+            to), `repaired`, `optimizer` (state, as its parameter), `host` (a NumPy array that devices cannot hold), or
+            `unmatched`.
         text: The reason as text.
         role: The role that `auto`, or a rule by role, found for the variable.
         labels: The meaning of each of its dimensions, if known.

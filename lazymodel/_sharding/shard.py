@@ -106,11 +106,11 @@ def shard(
     (in the host's memory), or a whole `NamedSharding` or `jax.experimental.layout.Format` (a layout on the device and a
     sharding).
 
-    Variables that no rule matches are replicated, except LoRA pairs and quantization scales, which are split like the
-    weight that they belong to. For NNX modules, rules are for kernels as they were before `quantize`, and what replaces
-    a kernel is split like it. Optimizer state (`with_optimizer`) is sharded like the parameters that it belongs to,
-    even if rules match its own paths. Only the patterns of a mapping that match no parameter apply to it (to spread it
-    over data-parallel devices, for example). `with_optimizer` and those patterns decide in which memory it is stored.
+    Variables that no rule matches are replicated, except those that carry a mesh (`nnx.Param(x, sharding=, mesh=)`),
+    which stay on it, and LoRA pairs and quantization scales, which are split like their weight. For NNX modules, rules
+    are for kernels as before `quantize`, and what replaces a kernel is split like it. Optimizer state is sharded like
+    its parameters, even if rules match its paths. Only the patterns of a mapping that match no parameter apply to it
+    (to spread it over data-parallel devices, say). `with_optimizer` and those patterns decide in which memory it is.
 
     Args:
         mesh: The devices and their axis names; an object with a `backend_mesh`, as Keras' `DeviceMesh`, is unwrapped.
@@ -173,6 +173,8 @@ def _assigned(
     assigned: dict[str, AbstractVariable] = {}
     mismatches: dict[str, str] = {}
     unmatched = Reason("unmatched", "replicated, since no rule matches it")
+    kept: Any = {path: (each.sharding, each.reason) for path, each in variables.items() if _on_own_mesh(each)}
+    found = kept | found
     for path, variable in variables.items():
         spec, reason = found.get(path, (None, unmatched))
         if kind is not None and variable.follows is not None and not isinstance(spec, Host | Sharding | Format):
@@ -239,6 +241,29 @@ def _placed(variable: AbstractVariable, spec: Any, reason: Reason, mesh: Mesh) -
     sharding = spec if isinstance(spec, Sharding) else NamedSharding(mesh, check_spec(variable, spec, mesh))
     sharding = sharding if kind is None else in_memory(sharding, kind, variable.path)
     return dataclasses.replace(variable, sharding=sharding, layout=layout, reason=reason)
+
+
+def on_own_meshes(variables: Mapping[str, AbstractVariable], meshes: Mapping[str, Mesh]) -> dict[str, AbstractVariable]:
+    """Variables of which some carry a mesh, placed on it by the axes that they name; `shard` leaves them there.
+
+    The others are replicated on the first of the meshes until `shard` places them, so that one function takes all.
+
+    Raises:
+        ShardingError: A mesh does not fit.
+    """
+    first = next(iter(meshes.values()))
+    own = Reason("own mesh", "on the mesh in the variable's own metadata")
+    beside = Reason("unmatched", "replicated on the mesh that other variables carry")
+
+    def placed(variable: AbstractVariable) -> AbstractVariable:
+        mesh, axes = meshes.get(variable.path), PartitionSpec(*(variable.logical_axes or ()))
+        return _placed(variable, axes, own, mesh) if mesh else _placed(variable, None, beside, first)
+
+    return kept_on_host({path: placed(variable) for path, variable in variables.items()})
+
+
+def _on_own_mesh(variable: AbstractVariable) -> bool:
+    return variable.reason is not None and variable.reason.kind == "own mesh"
 
 
 # Rules ----------------------------------------------------------------------------------------------------------------
@@ -349,7 +374,7 @@ def _by_axis_names(rules: Sequence[Any] | None, variables: Mapping[str, Abstract
         )
     found: _Found = {}
     for path, variable in variables.items():
-        if (names := variable.logical_axes) is None:
+        if (names := variable.logical_axes) is None or (rules is None and _on_own_mesh(variable)):
             continue
         if len(names) > len(variable.shape):
             raise ShardingError(

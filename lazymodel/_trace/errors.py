@@ -33,7 +33,7 @@ from collections.abc import (
     Sequence,
 )
 from types import TracebackType
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -116,6 +116,9 @@ def _children(value: Any, package: str | None) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, (list, tuple)):
         base: Any = list if isinstance(value, list) else tuple
         yield from ((f"[{index}]", item) for index, item in enumerate(list(base.__iter__(value))))
+    elif isinstance(value, jax.tree_util.PyTreeDef):
+        yield from ((" (static)", item) for item in (value.node_data() or (None, None))[1:])
+        yield from ((f" (child {index})", item) for index, item in enumerate(value.children()))
     elif isinstance(value, np.ndarray) and value.dtype == object:
         yield from ((f".flat[{index}]", item) for index, item in enumerate(value.ravel().tolist()))
     own = _package(value if isinstance(value, types.FunctionType) else type(value)) in _OWN
@@ -155,6 +158,8 @@ def refuse_escaped(leaves: Iterable[tuple[str, Any]], treedef: Any = None, known
     Also if a leaf is an iterator, which has not run yet. Objects of the types `known` are not searched.
     """
     for path, leaf in leaves:
+        if isinstance(leaf, core.Tracer):  # arrays are no such leaves
+            raise reference_error(f"at {path!r}")
         if _runs_once(leaf):
             raise TraceError(
                 f"the result has a {type(leaf).__name__} at {path!r}, which makes its values when it is gone through: "
@@ -177,6 +182,14 @@ def refuse_escaped(leaves: Iterable[tuple[str, Any]], treedef: Any = None, known
                 f"a {kind.__name__} of the result has a traced {found[1]} {where}: static fields are for what is no "
                 "array; make it a field that JAX flattens"
             )
+
+
+def reference_error(where: str) -> TraceError:
+    """The error about a reference, which an equation makes and others change."""
+    return TraceError(
+        f"the init function makes a reference (jax.new_ref) {where}, which changes in place, so variables could not be "
+        "computed one by one: return arrays, and make references of them once they are materialized"
+    )
 
 
 def refuse_empty(result: Any, leaves: Sequence[tuple[str, Any]], name: str) -> None:
@@ -248,7 +261,7 @@ def _hint(leaf: Any, holder: Any) -> str:
     """A hint for making a pytree of an object."""
     if hint := _PYTREE_HINTS.get(_package(type(leaf))) or _PYTREE_HINTS.get(_package(type(holder))):
         return f"To make it a pytree, {hint}."
-    if isinstance(leaf, _FUNCTIONS):
+    if isinstance(leaf, _FUNCTIONS) or _package(type(leaf)) in _OWN:
         return "Return the arrays themselves, or `jax.tree_util.Partial(function, *arrays)`, which is a pytree."
     how = f"`jax.tree_util.register_dataclass({type(leaf).__name__})`"
     return f"Make it a pytree, {how}, or return its arrays in a list, a tuple or a dict."
@@ -265,18 +278,35 @@ _NEED_VALUES: dict[type[Exception], str] = {
 }
 
 
-def raise_explained(error: Exception) -> NoReturn:
-    """Raises a TraceError that explains an error of tracing; the error itself if it is about something else."""
+def explained(error: Exception, left_nbytes: int = 0) -> TraceError | None:
+    """The error of tracing, explained; None for an error about something else.
+
+    `left_nbytes` is what a trace that computes constants was to compute and did not, beyond its limit.
+    """
     hint = next((text for kind, text in _NEED_VALUES.items() if isinstance(error, kind)), None)
     if isinstance(error, TypeError) and ("concrete values" in str(error) or "Tracer" in str(error)):
         hint = hint or _NEED_VALUES[jax.errors.ConcretizationTypeError]  # JAX reports traced shapes as a TypeError
     if hint is None:
-        raise error
+        return error if isinstance(error, TraceError) else None
+    if left_nbytes:
+        hint += f". Or compute constants with NumPy: JAX was to compute {left_nbytes:,} bytes of them, too many"
     reason = str(error).strip().splitlines()[0]
-    raise TraceError(
+    found = TraceError(
         f"{_user_line(error.__traceback__)} needs the value of an array, and tracing has only its shape and dtype: "
         f"{hint}. JAX says: {type(error).__name__}: {reason}"
-    ) from error
+    )
+    found.__cause__ = error
+    return found
+
+
+def refuse_stale(jaxpr: Any, function: Any) -> None:
+    """Raises TraceError if a trace uses traced arrays of an earlier one."""
+    if any(isinstance(const, core.Tracer) for const in jaxpr.consts):
+        where = f" (at {found[0].strip()})" if (found := _find(function, package=_package(function))) else ""
+        raise TraceError(
+            f"the init function uses a traced array that an earlier build left in an object{where}. It has no value: "
+            "create such objects anew for each build, inside of the init function"
+        )
 
 
 def _user_line(trace: TracebackType | None) -> str:

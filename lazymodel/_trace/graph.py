@@ -14,8 +14,8 @@ itself. Operations that add up, multiply or factorize computed floats are divide
 
 Most functions of `jax.numpy` are compiled functions that JAX inlines when it traces them, and one kernel in eager
 execution: in `x.mean(0)` the compiler divides by a constant. No public API shows which equations came from one
-function, so `keep_inlined` wraps the rule by which JAX puts a compiled function into the outermost jaxpr. If one kernel
-and several give the same bits, as for most elementwise functions, `comes_apart` returns True.
+function, so a trace is made in `keep_inlined`. If one kernel and several give the same bits, as for most elementwise
+functions, `comes_apart` returns True.
 
 Not guaranteed: what depends on more than the equations. A scan with only some of its results used, and a compiled
 function whose results share no floats, are compiled without the rest; derivatives are those of the trace; and programs
@@ -24,25 +24,21 @@ for other kinds of devices than CPUs are not compared.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import enum
 import functools
 import itertools
-import threading
-from collections.abc import Generator, Iterator, Mapping, Sequence, Set
-from typing import Any, TypeAlias, cast
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import Any, TypeAlias
 
 import jax
 import jax.extend.core as jex
-import jax.extend.core.primitives as primitives
 import numpy as np
-from jax._src import core  # the class of the trace of eager execution is not exported
-from jax._src.interpreters import partial_eval  # the table of rules is not exported
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core.primitives import copy_p
+from jax.ref import AbstractRef
 
 from lazymodel._errors import TraceError
+from lazymodel._programs.jax_private import INLINED
 from lazymodel._programs.jaxprs import (
     CALLS,
     CONTROL,
@@ -75,27 +71,7 @@ from lazymodel._programs.jaxprs import (
     with_weak_type,
 )
 from lazymodel._programs.programs import InitRecipe
-from lazymodel._trace.errors import evaluate, to_host
-
-_jit: Any = getattr(primitives, "jit_p", None)
-_rules = cast("dict[Any, Any]", partial_eval.custom_staging_rules)
-_usual = _rules[_jit]
-# Prefix for the names of functions that JAX would have inlined: they are split again if that changes nothing.
-INLINED = "inlined_"
-_keeping = threading.local()
-# Values of JAX' `traced_for` for functions whose bodies eager execution runs step by step.
-_STEPWISE = ("custom_jvp", "custom_vjp")
-
-
-@contextlib.contextmanager
-def keep_inlined(on: bool = True) -> Generator[None]:
-    """In the block, the outermost traces of this thread keep compiled functions that JAX would inline, if `on`."""
-    before = getattr(_keeping, "on", False)
-    _keeping.on = on
-    try:
-        yield
-    finally:
-        _keeping.on = before
+from lazymodel._trace.errors import evaluate, reference_error, to_host
 
 
 def comes_apart(eqn: Any) -> bool:
@@ -136,36 +112,6 @@ def _has_constant(eqn: Any) -> bool:
     return any(hasattr(atom, "val") and jax.numpy.issubdtype(atom.aval.dtype, np.inexact) for atom in eqn.invars)
 
 
-def _rule(trace: Any, *args: Any, **params: Any) -> Any:
-    kept = _kept(params["inline"]) if getattr(_keeping, "on", False) else None
-    if kept is not None and _runs_stepwise(trace):
-        params = {**params, "inline": kept, "name": INLINED + params["name"]}
-    return _usual(trace, *args, **params)
-
-
-def _kept(inline: Any) -> Any:
-    """The parameter with which JAX does not inline a function; None if it would not do so anyway."""
-    if isinstance(inline, enum.Enum):  # since JAX 0.12
-        return inline.__class__["AUTO"] if inline.name == "JAX_EARLY" else None
-    return False if inline else None
-
-
-def _runs_stepwise(trace: Any) -> bool:
-    """True if eager execution runs the traced code one equation at a time, and not in a compiled function."""
-    while True:
-        outer = trace.parent_trace
-        while hasattr(outer, "parent_trace") and not hasattr(outer, "frame"):  # skip vmap and grad
-            outer = outer.parent_trace
-        if isinstance(outer, core.EvalTrace):
-            return True
-        if not hasattr(outer, "frame") or not str(trace.frame.debug_info.traced_for).startswith(_STEPWISE):
-            return False
-        trace = outer
-
-
-_rules[_jit] = _rule
-
-
 # Operations that only place a value: shardings are assigned later.
 _PLACEMENT = frozenset({"device_put", "sharding_constraint", "copy", "copy_p"})
 # On CPUs these operations process matrices column by column.
@@ -176,7 +122,8 @@ _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _Place = tuple[Any, ...]
 
 
-@dataclasses.dataclass(eq=False, slots=True)
+# No generated `repr` in a graph: of values that share steps it would have no end.
+@dataclasses.dataclass(eq=False, repr=False, slots=True)
 class Value:
     """One value of the traced function."""
 
@@ -207,7 +154,7 @@ class Value:
         own.parent = None if own is root else root
 
 
-@dataclasses.dataclass(eq=False, slots=True)
+@dataclasses.dataclass(eq=False, repr=False, slots=True)
 class _Step:
     """An equation to be computed by a program."""
 
@@ -265,7 +212,7 @@ def _needed_steps(values: Sequence[Value]) -> list[_Step]:
     return sorted(found, key=lambda step: step.order)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)  # JAX takes the `repr` of every function that it compiles
 class Program:
     """The function of a recipe: its steps, run in order on its inputs."""
 
@@ -378,6 +325,8 @@ class Graph:
 
     def _step(self, eqn: Any, operands: Sequence[Value], unit: int | None) -> Sequence[Value]:
         """The results of a new step."""
+        if any(isinstance(var.aval, AbstractRef) for var in eqn.outvars):
+            raise reference_error(f"to {eqn.outvars[0].aval}")
         step = _Step(eqn, operands, unit, len(self.steps))
         step.results = tuple(Value(var.aval, step=step, index=index) for index, var in enumerate(eqn.outvars))
         self.steps.append(step)

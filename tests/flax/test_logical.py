@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen, nnx
 from jax.sharding import Mesh
@@ -91,6 +92,37 @@ def test_rules_of_a_variable_itself_are_applied(mesh42: Mesh) -> None:
     rules = (("embed", None), ("hidden", "model"))
     abstract = lm.build_abstract(Nnx, ("embed", "hidden"), rngs=nnx.Rngs(0), sharding_rules=rules)
     assert abstract.shard(mesh42)["up/kernel"].spec == P(None, "model")
+
+
+def test_a_variable_stays_on_a_mesh_of_its_own(mesh8: Mesh, mesh42: Mesh) -> None:
+    """As Flax places it, beside others that need the same devices; a rule for it moves it."""
+    own = Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
+    placed = jax.sharding.NamedSharding(own, P("x", "y"))
+    build = nnx.jit(lambda module, x: module.down(module.up(x)))
+    for names, metadata in ((("x", "y"), {"mesh": own}), (placed, {})):
+        abstract = lm.build_abstract(Nnx, names, rngs=nnx.Rngs(0), **metadata)
+        eager = Nnx(names, rngs=nnx.Rngs(0), **metadata)
+        assert abstract["up/kernel"].sharding == eager.up.kernel.get_value().sharding == placed
+        assert "why (own mesh): on the mesh in the variable's own metadata" in str(abstract.explain("up/kernel"))
+        made = abstract.materialize()
+        assert made.up.kernel.get_value().sharding == placed
+        assert np.array_equal(made.up.kernel.get_value(), eager.up.kernel.get_value())
+        assert np.allclose(build(made, jnp.ones((2, 8))), build(eager, jnp.ones((2, 8))), rtol=1e-5)
+        state = abstract.with_optimizer(optax.adam(1e-3))
+        assert state["optimizer/0/mu/up/kernel"].sharding == placed
+        assert state.shard(mesh8, {"down/.*": P()})["optimizer/0/mu/up/kernel"].sharding == placed
+        for rules in (None, {"down/kernel": P("model")}, [("embed", "model")]):
+            sharded = abstract.shard(mesh8, rules)
+            assert sharded["up/kernel"].sharding == placed
+            assert sharded["down/kernel"].sharding.mesh == mesh8
+        moved = abstract.shard(mesh42, {"up/kernel": P(None, "model")})
+        assert moved["up/kernel"].sharding.mesh == mesh42
+        assert "rule 'up/kernel' matches" in str(moved.explain("up/kernel"))
+    boxed = linen.Dense(8, kernel_init=linen.with_partitioning(linen.initializers.ones, ("x", "y"), own))
+    variables = lm.build_abstract(boxed, jax.random.key(0), jnp.ones((1, 8)))
+    assert variables["params/kernel"].sharding == placed
+    with pytest.raises(lm.ShardingError, match=r"'up/kernel' of shape \(8, 16\).*'z'"):
+        lm.build_abstract(Nnx, ("x", "z"), rngs=nnx.Rngs(0), mesh=own)
 
 
 def test_unknown_logical_axes_are_not_split_and_named(mesh42: Mesh) -> None:

@@ -89,6 +89,11 @@ loaded and saved values equal those of its hooks on whole arrays bit for bit.
 
 In scanned models of Gemma 4 with other numbers of layers, MaxText's tables name the last layers as no model of it does.
 
+## Inits that compute
+
+Inits of flowjax, jaxley, distrax, numpyro, brax, jax-md and Haiku's ResNet18, which run a forward pass or need values
+while they build, are built, equal their packages' own code bit for bit and resume: `test_inits_that_compute.py`.
+
 ## Environments
 
 Use a separate environment for each, as no two agree on the versions of their dependencies: `maxtext` and
@@ -99,6 +104,7 @@ uv pip install -e . -r tests/others/requirements.txt && uv pip install --no-deps
 uv pip install -e . -r tests/others/requirements_maxtext.txt
 uv pip install -e . -r tests/others/requirements_easydel.txt --override tests/others/requirements_easydel.txt
 uv pip install -e . -r tests/others/requirements_levanter.txt
+uv pip install -e . -r tests/others/requirements_computing.txt
 ```
 
 Then, in each:

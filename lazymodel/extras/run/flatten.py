@@ -72,7 +72,7 @@ class Part:
         return sum(isinstance(each, int) for each in self.key)
 
 
-@dataclasses.dataclass(eq=False, slots=True)
+@dataclasses.dataclass(eq=False, repr=False, slots=True)  # a `repr` of values that share steps would have no end
 class Value:
     """One value of the function: of a step, of a variable, or given."""
 
@@ -89,7 +89,7 @@ class Value:
         return self.part
 
 
-@dataclasses.dataclass(eq=False, slots=True)
+@dataclasses.dataclass(eq=False, repr=False, slots=True)
 class Step:
     """One equation; its operands are values and literals."""
 

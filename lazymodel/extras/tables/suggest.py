@@ -208,25 +208,34 @@ class _Arrangement:
 
     before: _Groups
     after: _Groups
+    ones: tuple[int, int] = (0, 0)  # leading axes of size 1 that either has besides
 
     @property
     def order(self) -> tuple[int, ...] | None:
         """The order of the tensor's axes, if none is split or merged."""
-        if any(len(group) != 1 for group in (*self.before, *self.after)):
+        if any(self.ones) or any(len(group) != 1 for group in (*self.before, *self.after)):
             return None
         return tuple(self.before.index(group) for group in self.after)
+
+    @property
+    def of_matrix(self) -> bool:
+        """Returns True if the tensor has two axes, without leading ones of size 1."""
+        return len(self.before) == 2
 
     def add(self, source: From, v: _Family, shape: _Shape) -> From:
         """The source with the steps of this arrangement added."""
         if (order := self.order) is None:
             names = self._names(v)
             sides = [
-                " ".join(_group([names[axis] for axis in group]) for group in side)
-                for side in (self.before, self.after)
+                " ".join(["1"] * ones + [_group([names[axis] for axis in group]) for group in side])
+                for ones, side in zip(self.ones, (self.before, self.after), strict=True)
             ]
             # Axes that are merged in the variable cannot be separated again without their sizes.
             known = {
-                names[axis]: shape[self.before.index((axis,))] for g in self.after if len(g) > 1 for axis in g[:-1]
+                names[axis]: shape[self.ones[0] + self.before.index((axis,))]
+                for g in self.after
+                if len(g) > 1
+                for axis in g[:-1]
             }
             return source.rearrange(" -> ".join(sides), **known)
         if order == tuple(range(len(order))):
@@ -267,9 +276,17 @@ def _group(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"({' '.join(names)})" if names else "1"
 
 
+def _ones(shape: _Shape) -> int:
+    """The number of leading axes of size 1, such as that of a batch, without the last axis."""
+    return next((axis for axis, size in enumerate(shape[:-1]) if size != 1), len(shape[:-1]))
+
+
 @functools.lru_cache(maxsize=4096)
 def _arrangements(shape: _Shape, target: _Shape) -> list[_Arrangement]:
     """Every arrangement of a tensor of one shape as a variable of another; groups keep the order of their axes."""
+    if (ones := (_ones(shape), _ones(target))) != (0, 0) and sorted(shape) != sorted(target):
+        inner = _arrangements(shape[ones[0] :], target[ones[1] :])
+        return [dataclasses.replace(each, ones=ones) for each in inner]
     if math.prod(shape) != math.prod(target) or max(len(shape), len(target)) > _MOST_AXES:
         return []
     if len(shape) == len(target):
@@ -433,7 +450,7 @@ class _Matcher:
         votes = Counter[bool]()  # how many kernels are (out, in), from unambiguous shapes
         for v, t in ((ours[row], theirs[column]) for row, column in pairs if "weight" in kinds):
             found = [a for way in _ways(v, t) for a in _arrangements(way.layer(t.shape), way.target)]
-            if len(found) == 1 and len(t.shape) == 2 and "embed" not in v.words:
+            if len(found) == 1 and found[0].of_matrix and "embed" not in v.words:
                 votes[found[0].out_first(v)] += 1
         if votes:
             self._out_first, self._certain = votes[True] >= votes[False], True
@@ -560,7 +577,7 @@ class _Matcher:
             return 0.0
         spelled = 2 * len(v.spelled & t.spelled) / max(len(v.spelled) + len(t.spelled), 1)
         same_layer = 0.5 * (self._layers.get(v.layer) == t.layer)
-        kernel = self._certain and len(t.shape) == 2 and "embed" not in v.words
+        kernel = self._certain and found[0].of_matrix and "embed" not in v.words
         turned = 0.3 * (kernel and all(a.out_first(v) != self._out_first for a in found))
         return 0.02 + max(0.78 * self._shared(v, t) + 0.2 * spelled + same_layer - turned, 0)
 
@@ -580,12 +597,13 @@ class _Matcher:
         way, found = fitting[0]
         shape = way.layer(shape)
         # Tables of tokens as they are, kernels like most kernels of this checkpoint.
-        usual = "embed" in v.words or len(shape) != 2
+        matrix = found[0].of_matrix
+        usual = "embed" in v.words or not matrix
         likely = (a for a in found if (a.usual(v) if usual else a.out_first(v) == self._out_first))
         chosen, reasons = next(likely, found[0]), [why] if why else []
         if len(found) > 1 and "embed" not in v.words:
-            stored = ("(out, in)" if self._out_first else "(in, out)") if len(shape) == 2 else "as is usual"
-            like = ", as others here are" if len(shape) == 2 and self._certain else ""
+            stored = ("(out, in)" if self._out_first else "(in, out)") if matrix else "as is usual"
+            like = ", as others here are" if matrix and self._certain else ""
             ways_text = f"{list(shape)} can become {list(way.target)} in {len(found)} ways"
             reasons.append(f"{ways_text}; taken to be {stored}{like}")
         if len(fitting) > 1:

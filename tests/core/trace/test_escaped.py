@@ -155,6 +155,46 @@ def test_static_parts_of_pytrees_are_searched_too() -> None:
     assert model["b"] == Static((1, "x"))
 
 
+class Aside:
+    """Its arrays are in the structure, as distrax keeps those of some of its objects."""
+
+    def __init__(self, w: Any):
+        self.w = w
+
+
+jax.tree_util.register_pytree_node(Aside, lambda node: ((), (node.w,)), lambda static, _: Aside(*static))
+
+
+def in_a_structure(key: Any) -> Any:
+    structure = jax.tree.structure({"a": [Aside(normal(key))]})
+    return {"w": normal(key), "nested": Static(("x", structure))}
+
+
+def test_structures_among_the_static_parts_are_searched_too() -> None:
+    with pytest.raises(lm.TraceError, match=r"a Static of the result.*float32\[3, 2\].*\(child 0\).*make it a field"):
+        lm.build_abstract(in_a_structure, KEY)
+    with pytest.raises(lm.TraceError, match=r"PyTreeDef at 'd'.*float32\[3, 2\].*Return the arrays themselves"):
+        lm.build_abstract(lambda key: {"w": normal(key), "d": jax.tree.structure(Aside(normal(key)))}, KEY)
+    constant = lm.build_abstract(lambda key: {"w": normal(key), "d": Aside(jnp.ones(3))}, KEY).materialize()
+    assert np.array_equal(constant["d"].w, np.ones(3))
+
+
+def test_references_are_refused_and_arrays_become_some() -> None:
+    def in_place(key: Any) -> Any:
+        reference = jax.new_ref(normal(key))
+        reference[...] = reference[...] * 2
+        return {"w": reference[...]}
+
+    def two(key: Any) -> Any:
+        return jax.jit(lambda key: (in_place(key)["w"], in_place(key)["w"]))(key)
+
+    for build in (lambda key: {"w": jax.new_ref(normal(key))}, in_place, two):
+        with pytest.raises(lm.TraceError, match=r"jax\.new_ref.*return arrays, and make references of them"):
+            lm.build_abstract(build, KEY)
+    made = lm.build_abstract(lambda key: {"w": normal(key)}, KEY).materialize()
+    assert np.array_equal(jax.new_ref(made["w"])[...], normal(KEY))
+
+
 def test_objects_with_values_are_handed_back() -> None:
     table, holder = np.arange(3), types.SimpleNamespace(a=jnp.ones(3), f=jax.nn.relu)
     model = lm.build_abstract(lambda key: {"w": normal(key), "holder": holder, "table": (table, len)}, KEY)
@@ -238,6 +278,27 @@ def test_what_is_left_behind_is_warned_about() -> None:
 
 def assert_equal(made: Any) -> None:
     assert np.array_equal(made["w"], normal(KEY))
+
+
+class Guide:
+    """It makes its arrays on the first call, and keeps them, as numpyro's automatic guides do."""
+
+    kept: Any = None
+
+    def init(self, key: Any) -> Any:
+        if self.kept is None:
+            self.kept = normal(key)
+        return {"w": self.kept * 2}
+
+
+def test_an_array_of_an_earlier_build_is_named() -> None:
+    guide = Guide()
+    with pytest.warns(lm.LazyModelWarning, match=r"left a traced float32\[3, 2\] in init\.kept"):
+        lm.build_abstract(guide.init, KEY)
+    for build in (guide.init, lambda key: guide.init(key)):
+        with pytest.raises(lm.TraceError, match=r"earlier build left in an object \(at .*\.kept\).*create such"):
+            lm.build_abstract(build, KEY)
+    assert lm.build_abstract(lambda key: Guide().init(key), KEY).num_parameters == 6
 
 
 # --- objects with init ----------------------------------------------------------------------------------------------

@@ -245,6 +245,32 @@ def test_names_that_fit_equally_well_get_the_same_table_in_every_process() -> No
 
 
 NAMES = st.text(st.sampled_from("qkv_/.013{}'\"h\\ gate"), min_size=1, max_size=9)
+
+
+@pytest.mark.parametrize(
+    ("stored", "own", "step"),
+    [
+        ((1, 16, 8), (16, 8), ".rearrange('1 a b -> a b')"),
+        ((1, 8, 16), (16, 8), ".rearrange('1 a b -> b a')"),
+        ((8, 16), (1, 16, 8), ".rearrange('a b -> 1 b a')"),
+        ((1, 8, 8), (8, 8), ".rearrange('1 a b -> b a')"),  # square: as the other kernels
+        ((1, 8, 16), (16, 2, 4), ".rearrange('1 (b c) a -> a b c')"),
+        ((8, 8, 1, 1), (1, 1, 8, 8), ".transpose(2, 3, 1, 0)"),
+        ((1, 1, 8, 8), (1, 1, 8, 8), ""),
+    ],
+)
+def test_leading_axes_of_size_1(stored: tuple[int, ...], own: tuple[int, ...], step: str) -> None:
+    shapes = {"up.weight": (8, 4), "up.bias": (1, 8), "mix.weight": stored}
+    abstract = model_of({"up/kernel": (4, 8), "up/bias": (8,), "mix/kernel": own})
+    rng = np.random.default_rng(0)
+    checkpoint = {name: rng.random(shape, "float32") for name, shape in shapes.items()}
+    found = WeightMap.suggest(checkpoint, abstract)
+    assert entries(found)["mix/kernel"].endswith(f"From('mix.weight'){step}")
+    made = lm.map_checkpoint(checkpoint, found, abstract)
+    assert np.array_equal(np.asarray(made["up/kernel"]), checkpoint["up.weight"].T)
+    assert np.array_equal(np.asarray(made["up/bias"]), checkpoint["up.bias"][0])
+
+
 SHAPES = st.dictionaries(NAMES, st.lists(st.integers(0, 4), max_size=3).map(tuple), max_size=8)
 
 
