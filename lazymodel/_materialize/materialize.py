@@ -82,7 +82,9 @@ def materialize(
     processes share the model's devices, all of them must call this, and it fails in all or in none.
 
     Args:
-        checkpoint: An open checkpoint, a live model or other argument of `save`; None is that of `build_abstract`.
+        checkpoint: An open checkpoint, a live model or other argument of `save`; None is that of `build_abstract`. Its
+            numbers replace those of the user's object, such as `step` of a Flax `TrainState`. A variable that it lacks
+            and that began as the same array as another one gets that one's tensor; the report says so.
         initialize: `"missing"` initializes what is missing in the checkpoint, `"nothing"` raises for it, `"all"`
             ignores the checkpoint. None is `"missing"` with a warning that lists what is missing in a given checkpoint.
         strict: True raises for a checkpoint tensor that the model has no variable for, or whose shape differs from its
@@ -139,7 +141,7 @@ def materialize(
         bar = progress_for(progress)
         arrays, costs = _make_arrays(load, compiling, bar, stage, timeline)
     with timeline.span("rebuild"):
-        result = model.framework.rebuild(arrays)
+        result = model.framework.rebuild({**arrays, **choice.numbers})
     if deliver is not None:
         deliver(make_report(read, choice, checkpoint, load.shardings, costs, timeline, time.perf_counter() - start))
     return result
