@@ -130,19 +130,17 @@ def with_optimizer(
 ) -> AnyModel:
     """The model with the initial state of an optimizer, as further variables.
 
-    The paths of the state's variables are `optimizer/` and the place in the state, such as
-    `optimizer/0/mu/layers/0/kernel`. State with its parameter's shape is sharded like its parameter, whether `shard`
-    was or will be called; factored state, as in Adafactor, by the rest of its parameter's spec; step counts and the
-    like are replicated. Nothing is allocated until `materialize`, which then returns
+    Paths are `optimizer/` and the place in the state: `optimizer/0/mu/layers/0/kernel`. State with its parameter's
+    shape is sharded like it, whenever `shard` is called; factored state, as in Adafactor, by the rest of its spec;
+    step counts and the like are replicated. Nothing is allocated until `materialize`, which then returns
 
-    - for a JAX function, an Equinox module or a Keras model, (model, state), where `state` is the result of
-      `optimizer.init(params)`. `params` is the model's tree with None for everything that is not trained, as in
-      `equinox.filter(model, equinox.is_inexact_array)`.
+    - for a JAX function, an Equinox module or a Keras model, (model, state), where `state` is `optimizer.init(params)`;
+      `params` is the model's tree with None for what is not trained, as of `eqx.filter(model, eqx.is_inexact_array)`.
     - for Linen, (variables, state), where `params` is `variables["params"]`.
     - for NNX, (module, optimizer), an `nnx.Optimizer` of the trained variables.
 
-    State that is a function of the parameters' values, such as a copy of them, is computed from the materialized
-    parameters, loaded or initialized. `materialize(checkpoint)` takes state from a checkpoint that contains it.
+    State that is a function of the parameters' values, such as a copy, is computed from the materialized parameters.
+    `materialize(checkpoint)` takes state from a checkpoint that contains it.
 
     Args:
         optimizer: An Optax gradient transformation.
@@ -190,8 +188,8 @@ def with_optimizer(
         follows = _parameter(rule_path(path.removeprefix(OPTIMIZER)), started[0].parameters)
         state[path] = dataclasses.replace(variable, origin=origin, trainable=False, follows=follows)
     on_host = {path: source for path, source in traced.sources.items() if traced[path].on_host}
-    constants = ((path, np.asarray(source)) for path, source in traced.sources.items() if path not in on_host)
-    starts = (given_recipe(path, value, "value") for path, value in constants)
+    constants = (path for path in traced.sources if path not in on_host)
+    starts = (given_recipe(path, np.asarray(traced.sources[path]), "value") for path in constants)
     return dataclasses.replace(
         model,
         variables={**model.variables, **follow(state, model.variables, memory_kind=memory_kind)},
