@@ -275,7 +275,8 @@ def _has_parameters(state: Any, model: Any) -> bool:
     """Returns True if the keys of all parameters are in a part of the state; Linen's are those of a collection."""
     if isinstance(model, Mapping) and "params" in model and _has_parameters(state, cast("Any", model)["params"]):
         return True
-    floats = [keys for keys, leaf in _leaves(model) if jax.numpy.issubdtype(getattr(leaf, "dtype", None), np.inexact)]
+    typed = ((keys, leaf.dtype) for keys, leaf in _leaves(model) if hasattr(leaf, "dtype"))
+    floats = [keys for keys, dtype in typed if jax.numpy.issubdtype(dtype, np.inexact)]
     if not floats or not (size := len(floats[0])):
         return False
     found = {keys for keys, _ in _leaves(state)}
@@ -559,13 +560,18 @@ NUMBERS = (
 )
 
 
+def as_array(leaf: Any) -> Any:
+    """The leaf; for a number an array without dimensions."""
+    return np.asarray(leaf) if isinstance(leaf, NUMBERS) else leaf
+
+
 def named_arrays(model: Any, *, numbers: bool = False) -> dict[str, Any]:
     """Path → array, with the names of `build_abstract`; an array that is in several places is under each path.
 
     With `numbers`, those of Python and NumPy are arrays without dimensions.
     """
     leaves = named_leaves(model, ARRAYS + NUMBERS if numbers else ARRAYS)
-    if not (found := {path: np.asarray(leaf) if isinstance(leaf, NUMBERS) else leaf for path, leaf in leaves.items()}):
+    if not (found := {path: as_array(leaf) for path, leaf in leaves.items()}):
         # The message does not contain the path: a signed URL includes a credential.
         of_path = "; a path is opened first: lm.open_checkpoint(path)" if isinstance(model, str | os.PathLike) else ""
         raise LazyModelError(f"there are no arrays in what was given, {type(model)}{of_path}")

@@ -31,6 +31,7 @@ from lazymodel._abstract.variable import (
     NUMBERS,
     OPTIMIZER,
     AbstractVariable,
+    as_array,
     lazy_array,
     named_leaves,
     refuse_deleted,
@@ -439,8 +440,9 @@ def flat_checkpoint(checkpoint: Any) -> Mapping[str, Any] | None:
         got = reprlib.repr(checkpoint)
         raise CheckpointError(f"a checkpoint is a mapping of path to tensor, or a pytree; got {got}, without arrays")
     refuse_deleted(found)
-    found = {name: np.asarray(leaf) if isinstance(leaf, NUMBERS) else leaf for name, leaf in found.items()}
-    return {name: lazy_array(name, leaf) if isinstance(leaf, jax.Array) else leaf for name, leaf in found.items()}
+    return {
+        name: lazy_array(name, leaf) if isinstance(leaf, jax.Array) else as_array(leaf) for name, leaf in found.items()
+    }
 
 
 def given_checkpoint(checkpoint: Any) -> Mapping[str, Any]:

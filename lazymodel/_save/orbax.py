@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from lazymodel._abstract.framework import ModelSpec
-from lazymodel._abstract.variable import ARRAYS, NUMBERS, adapters, path_text
+from lazymodel._abstract.variable import ARRAYS, NUMBERS, adapters, as_array, path_text
 from lazymodel._errors import LazyModelError
 from lazymodel._save.destination import SavedFile, WholeFolder
 from lazymodel._show.text import listed
@@ -50,15 +50,18 @@ def by_keys(model: Any, arrays: Mapping[str, Any]) -> tuple[Mapping[str, Any], d
     for adapter in adapters():
         states = getattr(adapter, "states", None)  # adapters elsewhere may not have it
         model = model if states is None else states(model)
-    leaves = jax.tree_util.tree_flatten_with_path(model, is_leaf=lambda node: _empty(node) is not None)[0]
+
+    def is_leaf(node: Any) -> bool:
+        return bool(_empty(node))
+
+    leaves = jax.tree_util.tree_flatten_with_path(model, is_leaf=is_leaf)[0]
     tree = {tuple(key for part in keys for key in _keys(part)) or _ALONE: leaf for keys, leaf in leaves}
+    kept = {keys: leaf for keys, leaf in tree.items() if isinstance(leaf, (_Path, *ARRAYS, *NUMBERS))}
     found = {
-        "/".join(key for key, _ in keys): arrays[leaf] if isinstance(leaf, _Path) else leaf
-        for keys, leaf in tree.items()
-        if isinstance(leaf, (_Path, *ARRAYS, *NUMBERS))
+        "/".join(key for key, _ in keys): arrays[leaf] if isinstance(leaf, _Path) else as_array(leaf)
+        for keys, leaf in kept.items()
     }
-    found = {name: np.asarray(leaf) if isinstance(leaf, NUMBERS) else leaf for name, leaf in found.items()}
-    return (found, tree) if len(found) == len(arrays) else (arrays, None)
+    return (found, tree) if len(found) == len(kept) >= len(arrays) else (arrays, None)
 
 
 def _keys(part: Any) -> Iterator[tuple[str, int]]:
@@ -68,12 +71,12 @@ def _keys(part: Any) -> Iterator[tuple[str, int]]:
         yield from ((key, _DICT) for key in path_text([part]).split("/"))
 
 
-def _empty(node: Any) -> str | None:
-    """Orbax' type of an empty container, or of None; None for anything else."""
+def _empty(node: Any) -> str:
+    """Orbax' type of an empty container, or of None; an empty string for anything else."""
     if node is None:
         return "None"
     if not isinstance(node, (Mapping, list, tuple)) or len(cast("Sized", node)):
-        return None
+        return ""
     if isinstance(node, tuple):
         return "None" if hasattr(cast(Any, node), "_fields") else "Tuple"
     return "List" if isinstance(node, list) else "Dict"
@@ -93,7 +96,7 @@ def layout(tensors: Mapping[str, LazyTensor], tree: Mapping[Keys, Any] | None = 
         keys = typed.get(name, tuple((key, _DICT) for key in name.split("/")))
         described |= _leaf(keys, "np.ndarray")
     for keys, leaf in (tree or {}).items():
-        described |= {} if (kind := _empty(leaf)) is None else _leaf(keys, kind)
+        described |= _leaf(keys, kind) if (kind := _empty(leaf)) else {}
     stored: dict[str, str] = {}
     files: list[SavedFile] = []
     for name, tensor in tensors.items():

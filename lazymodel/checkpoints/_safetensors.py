@@ -276,18 +276,12 @@ class SafetensorsFile(Checkpoint):
             raise mismatch(path, f"{used} bytes of tensors", f"{available - used} more bytes after them")
         self._kinds, self._codes, self._begins = kinds, codes, begins + 8 + len(data)
         self._own = dict[str, np.dtype[Any]]()
-        by_name = {dtype.name: dtype for dtype in OWN_DTYPES}
-        for name, own in read_json_object(self.metadata.get(DTYPES_KEY, "{}").encode(), path).items():
-            kind = kinds[codes[numbers[name]]] if name in numbers else None
-            tag, inner = OWN_DTYPES.get(dtype := by_name.get(own if isinstance(own, str) else ""), ("", ()))
-            if (
-                kind is None
-                or not tag
-                or kind.dtype != DTYPES[tag]
-                or kind.shape[len(kind.shape) - len(inner) :] != inner
-            ):
+        by_name = {dtype.name: (dtype, *stored) for dtype, stored in OWN_DTYPES.items()}
+        for name, own in read_json_object((metadata or {}).get(DTYPES_KEY, "{}").encode(), path).items():
+            kind, of = (kinds[codes[numbers[name]]] if name in numbers else None), by_name.get(str(own))
+            if not kind or not of or kind.dtype != DTYPES[of[1]] or kind.shape[len(kind.shape) - len(of[2]) :] != of[2]:
                 raise mismatch(path, f"{DTYPES_KEY!r} to name the dtypes of tensors", f"{name!r}: {own!r}"[:80])
-            self._own[name] = dtype
+            self._own[name] = of[0]
         return numbers
 
     def _tensor(self, name: str) -> LazyTensor:
