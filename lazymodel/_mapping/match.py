@@ -203,7 +203,7 @@ def respelled(model: ModelSpec, checkpoint: Mapping[str, Any]) -> Mapping[str, A
         return next((own[each] for each in (name, *spellings) if each in own), name)
 
     names = {name: spelled(name) for name in checkpoint}
-    if len({*names.values()}) < len(names):
+    if len({*names.values()}) < len(names) or all(found == name for name, found in names.items()):
         return checkpoint
     return MappedCheckpoint({found: checkpoint[name] for name, found in names.items()}, checkpoint)
 
