@@ -1,7 +1,6 @@
 """The function `restore`: reads a step of training into the object of an abstract model; also the state of training.
 
-`save_step` writes steps, and `materialize` reads them; this module only chooses the step, and reads the numbers of a
-training state that are not arrays.
+`save_step` writes steps, and `materialize` reads them; this module only chooses the step.
 """
 
 from __future__ import annotations
@@ -11,17 +10,12 @@ import os
 from collections.abc import Mapping
 from typing import Any, Protocol, TypeVar, cast
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 from lazymodel._abstract.framework import ModelSpec
-from lazymodel._abstract.variable import NUMBERS, flatten_paths
 from lazymodel._devices.collective import agreement
 from lazymodel._devices.hardware import require_live
 from lazymodel._errors import CheckpointError, LazyModelError
-from lazymodel._mapping.match import MappedCheckpoint
-from lazymodel.checkpoints._checkpoint import KEY, Checkpoint, TrainingState, find_step, place_of, read_described
+from lazymodel._mapping.match import respelled
+from lazymodel.checkpoints._checkpoint import KEY, TrainingState, find_step, place_of, read_described
 from lazymodel.checkpoints._open import open_checkpoint
 from lazymodel.checkpoints._untrusted import read_json_object
 
@@ -59,8 +53,7 @@ def restore(
             `initialize="missing"` initializes what was not saved, such as the state of another optimizer.
 
     Returns:
-        The result of `model.materialize`. Numbers that are not arrays, such as `step` of a new Flax `TrainState`, also
-            have the saved values.
+        The result of `model.materialize`.
 
     Raises:
         CheckpointError: There is no complete step, or none with this number; or it does not match: a variable has no
@@ -83,32 +76,13 @@ def restore(
             if step is not None:
                 path, storage_options = cast(Any, find_step(place_of(path, storage_options), step)), None
             checkpoint = stack.enter_context(open_checkpoint(path, storage_options))
-            given = flatten_paths(model.tree, only=NUMBERS)
-            numbers = {name: _number(checkpoint, name, number) for name, number in given.items()}
-            tensors = {name: checkpoint[name] for name in checkpoint if name not in numbers}
-        restored = model.materialize(MappedCheckpoint(tensors, checkpoint), **{"initialize": "nothing", **options})
-    if not numbers:
-        return restored
-    leaves, treedef = jax.tree.flatten(restored)
-    values = iter(numbers.values())
-    return jax.tree.unflatten(treedef, [next(values) if isinstance(leaf, NUMBERS) else leaf for leaf in leaves])
-
-
-def _number(checkpoint: Checkpoint, name: str, number: Any) -> Any:
-    """A number of a training state that is not an array, with its type in the abstract model."""
-    if name not in checkpoint:
-        raise CheckpointError(
-            f"checkpoint {checkpoint.path} has no tensor for the number {name!r} of the model; numbers are saved by "
-            "lm.save_step"
-        )
-    tensor, expected = checkpoint[name], np.asarray(number).dtype
-    kind = next(each for each in (np.bool_, np.integer, np.floating) if jnp.issubdtype(expected, each))
-    if tensor.shape or not jnp.issubdtype(tensor.dtype, kind):
-        raise CheckpointError(
-            f"{name!r}: expected a number, {expected.name}[], found {tensor.dtype.name}{list(tensor.shape)} in "
-            f"{checkpoint.path}"
-        )
-    return type(number)(tensor.read().item())
+            tensors = respelled(model, checkpoint)
+            if missing := [name for name in model.numbers if name not in tensors]:
+                raise CheckpointError(
+                    f"checkpoint {checkpoint.path} has no tensor for the number {missing[0]!r} of the model; numbers "
+                    "are saved by lm.save and lm.save_step, or load it with materialize, which keeps the model's own"
+                )
+        return model.materialize(tensors, **{"initialize": "nothing", **options})
 
 
 def training_state(

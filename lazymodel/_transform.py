@@ -130,19 +130,17 @@ def with_optimizer(
 ) -> AnyModel:
     """The model with the initial state of an optimizer, as further variables.
 
-    The paths of the state's variables are `optimizer/` and the place in the state, such as
-    `optimizer/0/mu/layers/0/kernel`. State with its parameter's shape is sharded like its parameter, whether `shard`
-    was or will be called; factored state, as in Adafactor, by the rest of its parameter's spec; step counts and the
-    like are replicated. Nothing is allocated until `materialize`, which then returns
+    Paths are `optimizer/` and the place in the state: `optimizer/0/mu/layers/0/kernel`. State with its parameter's
+    shape is sharded like it, whenever `shard` is called; factored state, as in Adafactor, by the rest of its spec;
+    step counts and the like are replicated. Nothing is allocated until `materialize`, which then returns
 
-    - for a JAX function, an Equinox module or a Keras model, (model, state), where `state` is the result of
-      `optimizer.init(params)`. `params` is the model's tree with None for everything that is not trained, as in
-      `equinox.filter(model, equinox.is_inexact_array)`.
+    - for a JAX function, an Equinox module or a Keras model, (model, state), where `state` is `optimizer.init(params)`;
+      `params` is the model's tree with None for what is not trained, as of `eqx.filter(model, eqx.is_inexact_array)`.
     - for Linen, (variables, state), where `params` is `variables["params"]`.
     - for NNX, (module, optimizer), an `nnx.Optimizer` of the trained variables.
 
-    State that is a function of the parameters' values, such as a copy of them, is computed from the materialized
-    parameters, loaded or initialized. `materialize(checkpoint)` takes state from a checkpoint that contains it.
+    State that is a function of the parameters' values, such as a copy, is computed from the materialized parameters.
+    `materialize(checkpoint)` takes state from a checkpoint that contains it.
 
     Args:
         optimizer: An Optax gradient transformation.
@@ -190,8 +188,8 @@ def with_optimizer(
         follows = _parameter(rule_path(path.removeprefix(OPTIMIZER)), started[0].parameters)
         state[path] = dataclasses.replace(variable, origin=origin, trainable=False, follows=follows)
     on_host = {path: source for path, source in traced.sources.items() if traced[path].on_host}
-    constants = ((path, np.asarray(source)) for path, source in traced.sources.items() if path not in on_host)
-    starts = (given_recipe(path, value, "value") for path, value in constants)
+    constants = (path for path in traced.sources if path not in on_host)
+    starts = (given_recipe(path, np.asarray(traced.sources[path]), "value") for path in constants)
     return dataclasses.replace(
         model,
         variables={**model.variables, **follow(state, model.variables, memory_kind=memory_kind)},
@@ -199,6 +197,8 @@ def with_optimizer(
         sources={**model.sources, **on_host},
         framework=_WithState(model, started[0], traced.framework),
         derived=traced.derived,
+        equal={**model.equal, **traced.equal},
+        numbers={**model.numbers, **traced.numbers},
         optimized=Optimized(paths, model, memory_kind),
     )
 
@@ -211,7 +211,7 @@ class _WithState(Framework):
         self._model, self._training, self._state = model, training, state
 
     def _own(self, by_path: Mapping[str, Any]) -> dict[str, Any]:
-        return {path: by_path[path] for path in self._model}
+        return {path: by_path[path] for path in (*self._model, *self._model.numbers) if path in by_path}
 
     def check_placed(self, variables: Mapping[str, AbstractVariable]) -> None:
         self._model.framework.check_placed(self._own(variables))
@@ -325,8 +325,9 @@ def reinitialize(
     """Gives variables another initializer, which runs like any other: sharded, one program for each kind.
 
     A variable's key is `lazymodel.path_key(key, path)`, so its values do not change when others are added, removed or
-    renamed, and are bit for bit those of `initializer(path_key(key, path), shape, dtype)`. Variables that no rule
-    matches keep their initializers and keys. A variable that was built with a weight is initialized from now on; a
+    renamed, and are bit for bit those of `initializer(path_key(key, path), shape, dtype)`. Variables that begin equal
+    stay equal, with the key of the first that is matched. Variables that no rule matches keep their initializers and
+    keys. A variable that was built with a weight is initialized from now on; a
     checkpoint given to `materialize` still takes precedence over any initializer. Optimizer state starts as its
     optimizer defines, from the new values if it depends on them.
 
@@ -357,17 +358,14 @@ def reinitialize(
         return from_read(dataclasses.replace(model, recipes=read.recipes, sources=read.sources), read)
     key = _checked_key(key)
     changed, model = model, model.as_read()
-    chosen = _choose(model, rules, initializer)
+    chosen, alike = _choose(model, rules, initializer), model.alike()
     absent = jax.ShapeDtypeStruct((), jax.eval_shape(jax.random.key, 0).dtype)
 
     def compute(key: jax.Array) -> dict[str, Any]:
-        values: dict[int, Any] = {}  # by identity; holding them prevents reuse of their ids
         result: dict[str, Any] = {}
         for path, choice in chosen.items():
-            value = _initial(model[path], choice, path_key(key, path))
-            # Copy if an initializer returns one array twice: these stay two variables.
-            result[path] = jax.numpy.array(value, copy=True) if id(value) in values else value
-            values[id(value)] = value
+            if path not in result:
+                result |= dict.fromkeys(alike.get(path, [path]), _initial(model[path], choice, path_key(key, path)))
         return result
 
     try:
@@ -380,11 +378,11 @@ def reinitialize(
             ) from error
         raise
     variables = dict(model.variables)
-    for path in chosen:
+    for path in traced:
         variables[path] = dataclasses.replace(variables[path], origin=traced[path].origin)
-    kept = ([path for path in recipe.paths if path not in chosen] for recipe in model.recipes)
+    kept = ([path for path in recipe.paths if path not in traced] for recipe in model.recipes)
     recipes = [recipe.restricted_to(paths) for recipe, paths in zip(model.recipes, kept, strict=True) if paths]
-    sources = {path: source for path, source in model.sources.items() if path not in chosen}
+    sources = {path: source for path, source in model.sources.items() if path not in traced}
     recipes, sources = (*recipes, *traced.recipes), {**sources, **traced.sources}
     return from_read(dataclasses.replace(changed, recipes=recipes, sources=sources), variables)
 
@@ -394,8 +392,8 @@ def rekey(model: AnyModel, key: jax.Array | int, pattern: str = ".*") -> AnyMode
 
     By default a model's keys depend on the order in which it creates its variables, so adding one changes all later
     ones. Keys by path do not. A variable whose initializer takes several keys gets them folded from its own by
-    0, 1, …; variables that are slices of one random array have the key of the first. Keys that the model holds, such
-    as dropout's, do not change.
+    0, 1, …; variables that are slices of one random array, or begin equal, have the key of the first. Keys that the
+    model holds, such as dropout's, do not change.
 
     Args:
         key: A typed key, or its seed.
@@ -415,30 +413,31 @@ def rekey(model: AnyModel, key: jax.Array | int, pattern: str = ".*") -> AnyMode
         raise LazyModelError("rekey needs a key, such as jax.random.key(0)")
     read = model.as_read()
     matched = set(_matched(read, pattern, (variable for variable in read.values() if not variable.is_key)))
-    recipes: list[InitRecipe] = []
+    recipes, alike = list[InitRecipe](), model.alike()
     with on_host():
         for recipe in model.recipes:
             random = any(dtype is not None for dtype in recipe.keys)
             if not random or not matched.intersection(recipe.paths):
                 recipes.append(recipe)
                 continue
-            if apart := [path for path in recipe.paths if path not in matched]:
+            together = dict.fromkeys(each for path in recipe.paths for each in alike.get(path, [path]))
+            if apart := [path for path in together if path not in matched]:
                 raise LazyModelError(
                     f"{recipe.paths[0]!r} and {apart[0]!r} are cut from one random array, so both change with its key; "
                     f"make the pattern {pattern!r} match both, or neither"
                 )
-            recipes.append(dataclasses.replace(recipe, inputs=_rekeyed(recipe, checked)))
+            first = model.equal.get(recipe.paths[0], recipe.paths[0])
+            recipes.append(dataclasses.replace(recipe, inputs=_rekeyed(recipe, path_key(checked, first))))
     return dataclasses.replace(model, recipes=tuple(recipes))
 
 
-def _rekeyed(recipe: InitRecipe, key: jax.Array) -> tuple[np.ndarray[Any, Any], ...]:
+def _rekeyed(recipe: InitRecipe, base: jax.Array) -> tuple[np.ndarray[Any, Any], ...]:
     """The recipe's inputs with keys by path: the key of the path, or keys folded from it if there are several."""
-    base = path_key(key, recipe.paths[0])
     inputs = list(recipe.inputs)
     keys = [(index, dtype) for index, dtype in enumerate(recipe.keys) if dtype is not None]
     for number, (index, dtype) in enumerate(keys):
-        if dtype != key.dtype:
-            raise LazyModelError(f"{recipe.paths[0]!r} is initialized with a {dtype}; the key given is a {key.dtype}")
+        if dtype != base.dtype:
+            raise LazyModelError(f"{recipe.paths[0]!r} is initialized with a {dtype}; the key given is a {base.dtype}")
         own = jax.random.fold_in(base, number) if len(keys) > 1 else base
         shape = inputs[index].shape[:-1]
         inputs[index] = key_data(jax.random.split(own, shape) if shape else own)

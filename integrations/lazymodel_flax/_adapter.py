@@ -76,6 +76,12 @@ class FlaxAdapter:
             return {own(path): leaf for path, leaf in _by_path(nnx.split(_as_plain(model))[1]).items()}
         return _by_path(model) if _has_boxes(model) else None
 
+    def states(self, model: Any) -> Any:
+        """The tree with the state of each NNX object in its place."""
+        if not _has_nodes(model):
+            return model
+        return jax.tree.map(lambda x: nnx.split(_as_plain(x))[1] if _is_node(x) else x, model, is_leaf=_is_node)
+
     def lora_pairs(self, model: Any) -> list[LoraPair] | None:
         if not _has_nodes(model):
             return None
@@ -332,8 +338,7 @@ def _build_nnx(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mod
         args, kwargs = jax.tree.unflatten(treedef, [placed.get(index, leaf) for index, leaf in enumerate(rest)])
         with modes.suspended():
             result = build(*args, **kwargs)
-        known: dict[int, jax.Array] = {}  # a count in two places stays one array
-        after = [_as_count(node.get_value(), known) for node in _counts(nodes)]
+        after = [_as_count(node.get_value()) for node in _counts(nodes)]
         closures.clear()
         leaves = jax.tree.leaves(result, is_leaf=lambda leaf: _is_node(leaf) or is_iterator(leaf))
         if not any(map(_is_node, leaves)):
@@ -351,7 +356,7 @@ def _build_nnx(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mod
         axes = {own(path): names for path, names in _axis_names(found).items()}
         params = frozenset(map(own, _by_path(nnx.filter_state(found, nnx.Param))))
         built.append(_Built(structure, lambda keys: own(_variable_path(keys)), axes, params))
-        return jax.tree.map(lambda leaf: _as_count(leaf, known), found), after
+        return jax.tree.map(_as_count, found), after
 
     def path_of(keys: Sequence[Any]) -> str:
         return f"{_AFTER}{keys[1].idx}" if keys[0].idx == 1 else built[-1].path_of(keys[1:])
@@ -368,7 +373,8 @@ def _own_path(tree: Any) -> Callable[[str], str]:
     """
     if type(tree) is tuple and len(tree) == 2 and type(tree[1]) is nnx.Optimizer:
         return lambda path: trained_path(path).replace(f"{OPTIMIZER}opt_state/", OPTIMIZER, 1)
-    return trained_path if is_trained_pair(tree) else str
+    plain = jax.tree.map(lambda leaf: None if _is_node(leaf) else leaf, tree, is_leaf=_is_node)
+    return trained_path if is_trained_pair(plain) else str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -402,12 +408,12 @@ def _count(value: Any) -> _Count:
     return np.array(value).view(_Count)
 
 
-def _as_count(leaf: Any, known: dict[int, jax.Array]) -> Any:
+def _as_count(leaf: Any) -> Any:
     """A count as an array with its value, as in eager execution."""
     if not isinstance(leaf, _Count):
         return leaf
     with jax.ensure_compile_time_eval():
-        return known.setdefault(id(leaf), jax.numpy.asarray(np.array(leaf, subok=False)))
+        return jax.numpy.asarray(np.array(leaf, subok=False))
 
 
 def _axis_names(state: Any) -> dict[str, tuple[Any, Any, Any]]:
@@ -487,7 +493,7 @@ def _as_module(model: ModelSpec, built: _Built, modes: _Modes) -> ModelSpec:
         framework=framework,
         recipes=tuple(recipe.restricted_to(paths) for recipe, paths in kept if paths),
         sources={path: source for path, source in model.sources.items() if path in own},
-        aliases={other: path for other, path in model.aliases.items() if not other.startswith(_AFTER)},
+        equal={other: path for other, path in model.equal.items() if not other.startswith(_AFTER)},
     )
 
 

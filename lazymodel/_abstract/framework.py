@@ -308,7 +308,8 @@ class ModelSpec(Mapping[str, AbstractVariable]):
         spent: Time spent on making it: building, sharding.
         conversions: How to compute variables from values that are read or initialized and not kept; the sources and
             recipes are of these values.
-        aliases: Other paths of variables that occur in several places, as tied weights do → the variable's path.
+        equal: Paths of variables that begin as the array of another one → the path of the first of these.
+        numbers: Path → number of Python or NumPy in the user's object; a checkpoint may have another value for it.
     """
 
     variables: Mapping[str, AbstractVariable]
@@ -323,13 +324,14 @@ class ModelSpec(Mapping[str, AbstractVariable]):
     derived: Derived | None = None
     optimized: Optimized | None = None
     spent: tuple[Span, ...] = ()
-    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+    equal: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     conversions: tuple[Conversion, ...] = ()
+    numbers: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "variables", MappingProxyType(dict(self.variables)))
         object.__setattr__(self, "sources", MappingProxyType(dict(self.sources)))
-        object.__setattr__(self, "aliases", MappingProxyType(dict(self.aliases)))
+        object.__setattr__(self, "equal", MappingProxyType(dict(self.equal)))
         known = {path for recipe in self.recipes for path in recipe.paths} | set(self.sources)
         known.update(() if self.derived is None else self.derived.paths)
         known.update(path for conversion in self.conversions for path in conversion.paths)
@@ -379,6 +381,13 @@ class ModelSpec(Mapping[str, AbstractVariable]):
         others = self.framework.measures()
         own = (v for path, v in self.items() if v.follows is None and path not in others)
         return sum(variable.size for variable in own if jax.numpy.issubdtype(variable.dtype, np.inexact))
+
+    def alike(self) -> dict[str, list[str]]:
+        """Path → all variables that begin as the same array, itself included, where there are several."""
+        groups: dict[str, list[str]] = {}
+        for path in self if self.equal else ():
+            groups.setdefault(self.equal.get(path, path), []).append(path)
+        return {path: group for group in groups.values() if len(group) > 1 for path in group}
 
     def as_read(self, given: Container[str] = ()) -> Self:
         """The model with the values in place of what is computed from them, unless all of that is among `given`."""

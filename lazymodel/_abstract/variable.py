@@ -34,6 +34,7 @@ from lazymodel._errors import LazyModelError, ShardingError
 from lazymodel._programs.jaxprs import is_key, stored_as
 from lazymodel._show.table import placed_text
 from lazymodel._show.text import closest
+from lazymodel._tensors.buffers import ML_NUMBERS
 from lazymodel._tensors.lazy import LazyTensor, lazy
 from lazymodel._tensors.shards import DeviceTensor, in_other_memory
 
@@ -249,17 +250,43 @@ def path_text(path: Sequence[Any]) -> str:
 
 
 def is_trained_pair(tree: Any) -> TypeGuard[tuple[Any, Any]]:
-    """Returns True for a pair of a model and an Optax state, such as `with_optimizer` materializes to."""
-    return type(tree) is tuple and len(tree) == 2 and _is_state(tree[1]) and not _is_state(tree[0])
+    """Returns True for a pair of a model and an optimizer's state, such as `with_optimizer` materializes to: the state
+    has one of Optax' named tuples, or a tree of the model's parameters.
+    """
+    if type(tree) is not tuple or len(tree) != 2:
+        return False
+    model, state = cast("tuple[Any, Any]", tree)
+    return (_is_state(state) and not _is_named(model) and not _is_chain(model)) or _has_parameters(state, model)
+
+
+def _is_named(tree: Any) -> bool:
+    """Returns True for a named tuple whose name ends in `State`, as all of Optax' do."""
+    return isinstance(tree, tuple) and hasattr(tree, "_fields") and type(cast(Any, tree)).__name__.endswith("State")
+
+
+def _is_chain(tree: Any) -> bool:
+    return type(tree) is tuple and any(_is_named(each) or _is_chain(each) for each in cast("tuple[Any, ...]", tree))
 
 
 def _is_state(tree: Any) -> bool:
-    """Returns True for a named tuple whose name ends in `State`, as all of Optax' do, and for a tuple with one."""
-    if not isinstance(tree, tuple):
+    return any(map(_is_named, jax.tree.leaves(tree, is_leaf=_is_named)))
+
+
+def _has_parameters(state: Any, model: Any) -> bool:
+    """Returns True if the keys of all parameters are in a part of the state; Linen's are those of a collection."""
+    if isinstance(model, Mapping) and "params" in model and _has_parameters(state, cast("Any", model)["params"]):
+        return True
+    typed = ((keys, leaf.dtype) for keys, leaf in _leaves(model) if hasattr(leaf, "dtype"))
+    floats = [keys for keys, dtype in typed if jax.numpy.issubdtype(dtype, np.inexact)]
+    if not floats or not (size := len(floats[0])):
         return False
-    if hasattr(cast(Any, tree), "_fields"):
-        return type(cast(Any, tree)).__name__.endswith("State")
-    return any(map(_is_state, cast("tuple[Any, ...]", tree)))
+    found = {keys for keys, _ in _leaves(state)}
+    parts = {keys[:-size] for keys in found if keys[-size:] == floats[0]}
+    return any(part and all((*part, *keys) in found for keys in floats) for part in parts)
+
+
+def _leaves(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    return cast(Any, jax.tree_util.tree_flatten_with_path(tree)[0])
 
 
 def trained_path(path: str) -> str:
@@ -448,7 +475,8 @@ _ADAPTERS = {"keras": "lazymodel_keras", "flax": "lazymodel_flax"}
 class Adapter(Protocol):
     """The module-level `adapter` of a framework's integration.
 
-    It may also have `lora_pairs(model)`, the LoRA pairs of a built model; None for objects of other frameworks.
+    It may also have `lora_pairs(model)`, the LoRA pairs of a built model; None for objects of other frameworks. And
+    `states(model)`, a tree with the states of the framework's objects in their places.
     """
 
     def matches(self, build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -527,12 +555,24 @@ def host_array(variable: AbstractVariable, source: Any) -> np.ndarray[Any, Any]:
 
 
 ARRAYS = (jax.Array, np.ndarray, LazyTensor)
-NUMBERS = (bool, int, float, np.bool_, np.number)
+NUMBERS = (
+    *(bool, int, float, complex, np.bool_, np.number),
+    *ML_NUMBERS,
+)
 
 
-def named_arrays(model: Any, *, kinds: tuple[type, ...] = ARRAYS) -> dict[str, Any]:
-    """Path → array, with the names of `build_abstract`; an array that is in several places is under each path."""
-    if not (found := named_leaves(model, kinds)):
+def as_array(leaf: Any) -> Any:
+    """The leaf; for a number an array without dimensions."""
+    return np.asarray(leaf) if isinstance(leaf, NUMBERS) else leaf
+
+
+def named_arrays(model: Any, *, numbers: bool = False) -> dict[str, Any]:
+    """Path → array, with the names of `build_abstract`; an array that is in several places is under each path.
+
+    With `numbers`, those of Python and NumPy are arrays without dimensions.
+    """
+    leaves = named_leaves(model, ARRAYS + NUMBERS if numbers else ARRAYS)
+    if not (found := {path: as_array(leaf) for path, leaf in leaves.items()}):
         # The message does not contain the path: a signed URL includes a credential.
         of_path = "; a path is opened first: lm.open_checkpoint(path)" if isinstance(model, str | os.PathLike) else ""
         raise LazyModelError(f"there are no arrays in what was given, {type(model)}{of_path}")
@@ -556,8 +596,11 @@ def _named(model: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
     for adapter in adapters():
         if (found := adapter.arrays(model)) is not None:
             return found
-        if is_trained_pair(model) and (found := adapter.arrays(model[0])) is not None:
-            return found | flatten_paths((None, model[1]), only=kinds)
+    if is_trained_pair(model):
+        for adapter in adapters():
+            if (found := adapter.arrays(model[0])) is not None:
+                state = flatten_paths(model[1], only=kinds)
+                return found | {trained_path(f"1/{path}"): leaf for path, leaf in state.items()}
     return flatten_paths(dict(model) if isinstance(model, Mapping) else model, only=kinds)
 
 

@@ -26,7 +26,17 @@ import jax
 import numpy as np
 
 from lazymodel._abstract.framework import ModelSpec
-from lazymodel._abstract.variable import ARRAYS, AbstractVariable, lazy_array, named_leaves, refuse_deleted
+from lazymodel._abstract.variable import (
+    ARRAYS,
+    NUMBERS,
+    OPTIMIZER,
+    AbstractVariable,
+    as_array,
+    lazy_array,
+    named_leaves,
+    refuse_deleted,
+    trained_path,
+)
 from lazymodel._errors import CheckpointError, LazyModelError, warn
 from lazymodel._programs.jaxprs import is_key, key_data
 from lazymodel._programs.programs import CHUNK, ChunkedInit, InitRecipe, ProgramCache, chunked_init, run_recipes
@@ -34,7 +44,7 @@ from lazymodel._show.text import closest, first_of, folded_names, listed
 from lazymodel._tensors.boxes import Box, bounding, box_shape, clip, shift, slabs
 from lazymodel._tensors.buffers import Steps, Workspace, assign
 from lazymodel._tensors.casting import SAFE, UNSAFE, check_mode, converted, refusal, scales_beside, weights
-from lazymodel._tensors.decoded import ComputedTensor, equal_tensor
+from lazymodel._tensors.decoded import ComputedTensor
 from lazymodel._tensors.lazy import LazyTensor, lazy
 from lazymodel._tensors.shards import MismatchedTensor, stored_tensors, where
 from lazymodel._tensors.tensor_source import CompositeSource, Part, TensorSource
@@ -85,6 +95,8 @@ class LoadPlan:
     unused: tuple[str, ...] = ()  # names of its tensors that no variable uses
     # Its tensors that are left out, as if missing, because of their shapes.
     mismatched: tuple[MismatchedTensor, ...] = ()
+    filled: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])  # path → that of an equal variable
+    numbers: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])  # path → number, as it is to be
     cast: str = SAFE  # how values are converted to their variables' dtypes; see `_tensors/casting`
 
     def from_file(self, path: str) -> bool:
@@ -114,13 +126,17 @@ def resolve(
     missing: list[str] = []
     unused: list[str] = []
     mismatched: list[MismatchedTensor] = []
+    filled: dict[str, str] = {}
+    numbers: dict[str, Any] = {}
     if initialize == "all":
         # Constants have no other source; values from a checkpoint do.
         by_recipe = {path for recipe in model.recipes for path in recipe.paths}
         sources = {path: source for path, source in sources.items() if path not in by_recipe}
         unused = list(checkpoint or ())
     elif checkpoint is not None:
-        given, unused = _match(model, checkpoint, strict=strict)
+        checkpoint = respelled(model, checkpoint)
+        given, unused, filled = _match(model, checkpoint, strict=strict)
+        numbers = _numbers(model, checkpoint)
         if not strict and initialize != "nothing":
             mismatched = [found for path in given if (found := _mismatch(model[path], given[path])) is not None]
         for mismatch in mismatched:
@@ -143,15 +159,20 @@ def resolve(
             raise CheckpointError(f"{mismatch}; is this the checkpoint of another configuration?")
     kept = ([path for path in recipe.paths if path in needed] for recipe in model.recipes)
     recipes = tuple(recipe.restricted_to(paths) for recipe, paths in zip(model.recipes, kept, strict=True) if paths)
-    choice = LoadPlan(recipes, sources, frozenset(given), tuple(missing), tuple(unused), tuple(mismatched), cast)
+    left = tuple(missing), tuple(unused), tuple(mismatched)
+    choice = LoadPlan(recipes, sources, frozenset(given), *left, filled, numbers, cast)
     if cast == SAFE and (refused := refused_casts(model, checkpoint, choice)):
         raise CheckpointError(f"{first_of(refused, 'tensors are rejected')}.")
     return choice
 
 
-def _match(model: ModelSpec, checkpoint: Mapping[str, Any], *, strict: bool) -> tuple[dict[str, Any], list[str]]:
-    """The checkpoint's tensors by variable path, and the names of all others."""
-    unexpected = [name for name in checkpoint if name not in model.variables and name not in model.aliases]
+def _match(
+    model: ModelSpec, checkpoint: Mapping[str, Any], *, strict: bool
+) -> tuple[dict[str, Any], list[str], dict[str, str]]:
+    """The checkpoint's tensors by variable path, the names of all others, and the variables that get the tensor of a
+    variable that began equal.
+    """
+    unexpected = [name for name in checkpoint if name not in model.variables and name not in model.numbers]
     refuse_adapter(unexpected, described(checkpoint))
     if strict and unexpected:
         raise CheckpointError(
@@ -159,16 +180,52 @@ def _match(model: ModelSpec, checkpoint: Mapping[str, Any], *, strict: bool) -> 
             f"{listed(map(repr, unexpected))}{closest(unexpected[0], list(model))}. "
             f"{model.framework.fix_names(unexpected)}, or pass strict=False to leave them out."
         )
-    found: dict[str, dict[str, Any]] = {path: {path: checkpoint[path]} for path in model if path in checkpoint}
-    for other, path in model.aliases.items():
-        if other in checkpoint:
-            found.setdefault(path, {})[other] = checkpoint[other]
-    given: dict[str, Any] = {}
-    for path in (path for path in model if path in found):
-        first, *others = found[path].values()
-        tensors = [lazy(source, name) for name, source in found[path].items()] if others else []
-        given[path] = equal_tensor(path, tensors) if others else first
-    return given, unexpected
+    others = {path: next((each for each in group if each in checkpoint), "") for path, group in model.alike().items()}
+    filled = {path: other for path, other in others.items() if other and path not in checkpoint}
+    given = {path: checkpoint[filled.get(path, path)] for path in model if path in checkpoint or path in filled}
+    return given, unexpected, filled
+
+
+def respelled(model: ModelSpec, checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The checkpoint with the model's names for tensors that have other spellings of them: those of places in a pair of
+    model and optimizer, `0/w` for `w`, and those of Flax' states, `w/value` and `opt_state/…`.
+    """
+    known = {*model, *model.numbers}
+    if known.issuperset(checkpoint):
+        return checkpoint
+    pair = {name.partition("/")[0] for name in checkpoint} <= {"0", "1"}
+    own = {path: path for path in known}
+    if {path.partition("/")[0] for path in known} <= {"0", "1"}:
+        own |= {trained_path(path): path for path in known}
+
+    def spelled(name: str) -> str:
+        plain = name.removesuffix("/value")
+        paired = trained_path(plain).replace(f"{OPTIMIZER}opt_state/", OPTIMIZER, 1)
+        spellings = (plain, trained_path(name), paired) if pair else (plain,)
+        return next((own[each] for each in (name, *spellings) if each in own), name)
+
+    names = {name: spelled(name) for name in checkpoint}
+    if len({*names.values()}) < len(names) or all(found == name for name, found in names.items()):
+        return checkpoint
+    return MappedCheckpoint({found: checkpoint[name] for name, found in names.items()}, checkpoint)
+
+
+def _numbers(model: ModelSpec, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of the model that the checkpoint has, with their types in the model."""
+    found: dict[str, Any] = {}
+    for name, number in model.numbers.items():
+        if name not in checkpoint:
+            continue
+        tensor, expected = lazy(checkpoint[name], name), np.asarray(number).dtype
+        kinds = (np.bool_, np.integer, np.floating, np.complexfloating)
+        kind = next(each for each in kinds if jax.numpy.issubdtype(expected, each))
+        if tensor.shape or not jax.numpy.issubdtype(tensor.dtype, kind):
+            raise CheckpointError(
+                f"{name!r}: expected a number, {expected.name}[], found {tensor.dtype.name}{list(tensor.shape)} in "
+                f"{described(checkpoint)}"
+            )
+        found[name] = type(number)(tensor.read().item())
+    return found
 
 
 def _mismatch(variable: AbstractVariable, source: Any) -> MismatchedTensor | None:
@@ -271,8 +328,7 @@ def is_chunked(recipe: InitRecipe) -> bool:
 def initial_values(model: ModelSpec, recipe: InitRecipe) -> dict[str, LazyTensor]:
     """The variables of one recipe, as lazy tensors."""
     if (chunks := chunked_init(recipe)) is not None:
-        (path,) = recipe.paths
-        return {path: LazyTensor(_ChunkedInitial(path, model[path], chunks))}
+        return {path: LazyTensor(_ChunkedInitial(path, model[path], chunks)) for path in recipe.paths}
     whole = _Whole(recipe, model.programs, sum(model[path].nbytes for path in recipe.paths))
     return {path: LazyTensor(_WholeInitial(model[path], whole)) for path in recipe.paths}
 
@@ -382,19 +438,21 @@ def flat_checkpoint(checkpoint: Any) -> Mapping[str, Any] | None:
         name = os.fspath(cast("str | os.PathLike[str]", checkpoint)).partition("?")[0]  # a signed URL has a credential
         raise CheckpointError(f"{name!r} is a path, not a checkpoint; open it first: lm.open_checkpoint({name!r})")
     if isinstance(checkpoint, ModelSpec):
-        return model_values(checkpoint)
+        return lazy_values(checkpoint)
     if checkpoint is None or (isinstance(checkpoint, Mapping) and jax.tree_util.all_leaves([checkpoint])):
         return cast(Any, checkpoint)
     keys = cast("dict[Any, Any]", checkpoint) if isinstance(checkpoint, dict) else ()
     if keys and all(isinstance(key, str) for key in keys) and jax.tree_util.all_leaves(checkpoint.values()):
         found = cast("dict[str, Any]", checkpoint)  # in its own order
     else:
-        found = named_leaves(checkpoint, (object,) if isinstance(checkpoint, dict) else ARRAYS)
+        found = named_leaves(checkpoint, (object,) if isinstance(checkpoint, dict) else ARRAYS + NUMBERS)
     if not found and not isinstance(checkpoint, Mapping):
         got = reprlib.repr(checkpoint)
         raise CheckpointError(f"a checkpoint is a mapping of path to tensor, or a pytree; got {got}, without arrays")
     refuse_deleted(found)
-    return {name: lazy_array(name, leaf) if isinstance(leaf, jax.Array) else leaf for name, leaf in found.items()}
+    return {
+        name: lazy_array(name, leaf) if isinstance(leaf, jax.Array) else as_array(leaf) for name, leaf in found.items()
+    }
 
 
 def checkpoint_for(model: ModelSpec, checkpoint: Any) -> Mapping[str, Any] | None:
@@ -415,9 +473,3 @@ def given_checkpoint(checkpoint: Any) -> Mapping[str, Any]:
 def given_tensors(given: Any) -> dict[str, LazyTensor]:
     """Like `given_checkpoint`, with every array as a lazy tensor."""
     return {name: lazy_array(name, array) for name, array in given_checkpoint(given).items()}
-
-
-def model_values(model: ModelSpec) -> dict[str, LazyTensor]:
-    """The values of an abstract model by all of its paths; tied values are under each of them."""
-    values = lazy_values(model)
-    return values | {other: values[path] for other, path in model.aliases.items()}

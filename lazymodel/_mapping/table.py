@@ -398,6 +398,10 @@ class WeightMap:
                     report.missing[path] = f" takes {error.name!r}{hint('missing', error.name, checkpoint)}"
                 except ValueError as error:
                     report.misshapen[path] = f" from {source}: {error}"
+        for group in abstract.alike().values() if isinstance(abstract, ModelSpec) else ():
+            if any(path in mapped for path in group):  # then the others get the same values
+                for path in group:
+                    report.missing.pop(path, None)
         names = [name for _, source in self._entries.values() if source is not None for name in source.names]
         for name in checkpoint:
             if name in tensors.taken:

@@ -78,11 +78,12 @@ def materialize(
 ) -> Any:
     """Creates every variable on its own devices, and builds the user's object from them.
 
-    The user's object gets no array before all are complete, so a failure leaves nothing half-written. If several
-    processes share the model's devices, all of them must call this, and it fails in all or in none.
+    The user's object gets no array before all are complete. If several processes share the model's devices, all of
+    them must call this, and it fails in all or in none.
 
     Args:
-        checkpoint: An open checkpoint, a live model or other argument of `save`; None is that of `build_abstract`.
+        checkpoint: An open checkpoint, a live model or other argument of `save`; None is that of `build_abstract`. Its
+            numbers replace the object's. What it lacks and began as another variable's array gets that one's tensor.
         initialize: `"missing"` initializes what is missing in the checkpoint, `"nothing"` raises for it, `"all"`
             ignores the checkpoint. None is `"missing"` with a warning that lists what is missing in a given checkpoint.
         strict: True raises for a checkpoint tensor that the model has no variable for, or whose shape differs from its
@@ -96,15 +97,14 @@ def materialize(
             are requested, and never raise.
         max_host_memory: Limit of staging, in bytes or as `"4GiB"`; None is 4 GiB or an eighth of available memory.
         replicas: How several processes get bytes that all of them hold: with `"read"` each of them reads them, with
-            `"exchange"` one does, and devices exchange them, which temporarily takes up to 1 GiB more of a device
-            (for a single larger variable: twice its bytes on the device). None exchanges only what comes over a
-            network. Variables of less than 64 KiB in a file on a disk are read by all.
+            `"exchange"` one does, and devices exchange them, which temporarily takes up to 1 GiB more of a device (for
+            a single larger variable: twice its bytes). None exchanges only what comes over a network. Variables of less
+            than 64 KiB in a file on a disk are read by all.
         compile: Functions that will be called with the model, one `lazymodel.Compile` or several: lowered before any
-            data is read, and compiled while the weights are loaded; the first call, in the same context as this one,
-            compiles nothing.
-        progress: True or False for a bar, None for a bar in a terminal or notebook, a callable
-            `f(done_nbytes, total_nbytes)` or your own `Progress`. Bytes are those of the distinct shards of
-            this process, reported from several threads, one call at a time.
+            data is read, compiled while weights are loaded; the first call, in this context, compiles nothing.
+        progress: True or False for a bar, None for one in a terminal or notebook, a callable `f(done_nbytes,
+            total_nbytes)` or your own `Progress`. Bytes are of the distinct shards of this process; calls come from
+            several threads, one at a time.
         report: True prints a `LoadReport` once the model is complete; a callable, such as `reports.append`, gets it
             instead. After a failure there is no report.
 
@@ -138,7 +138,7 @@ def materialize(
         bar = progress_for(progress)
         arrays, costs = _make_arrays(load, compiling, bar, stage, timeline)
     with timeline.span("rebuild"):
-        result = model.framework.rebuild(arrays)
+        result = model.framework.rebuild({**arrays, **choice.numbers})
     if deliver is not None:
         deliver(make_report(read, choice, checkpoint, load.shardings, costs, timeline, time.perf_counter() - start))
     return result

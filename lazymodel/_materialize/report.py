@@ -74,6 +74,7 @@ class LoadReport(Report):
         unused: Tensors of the checkpoint that no variable used. For Keras presets, tensors of the opened weight files
             that KerasHub did not request.
         mismatched: Tensors that were left out because of their shapes; their variables are not among the loaded ones.
+        filled: Variables without a tensor that began equal to another variable → that one, whose tensor they got.
         files: Path → size in bytes of every file that was loaded from; None if it is not a single file.
         needed_nbytes: Bytes, as stored in files, of all distinct shards of this process. A tensor that two variables
             are loaded from counts twice; a shard that several devices hold counts once.
@@ -112,6 +113,7 @@ class LoadReport(Report):
     rows: tuple[LoadRow, ...]
     unused: tuple[StoredTensor, ...]
     mismatched: tuple[MismatchedTensor, ...]
+    filled: Mapping[str, str]
     files: Mapping[str, int | None]
     needed_nbytes: int
     read_nbytes: int
@@ -248,6 +250,9 @@ class LoadReport(Report):
         if self.mismatched:
             texts = listed(map(str, self.mismatched))
             lines.append(f"did not match: {plural(len(self.mismatched), 'tensor')}: {texts}")
+        if self.filled:
+            began = listed(f"{path!r} of {other!r}" for path, other in self.filled.items())
+            lines.append(f"not in the checkpoint, and began equal to another: {began}")
         if self.files:
             sizes = (f"{file} ({'size unknown' if n is None else format_bytes(n)})" for file, n in self.files.items())
             lines.append(f"files: {listed(sizes)}")
@@ -305,6 +310,7 @@ def make_report(
         rows=tuple(rows),
         unused=(*model.unused, *unused_tensors(given, choice.unused), *unmapped),
         mismatched=(*model.mismatched, *choice.mismatched),
+        filled=dict(choice.filled),
         files={file: remote[file] if file in remote else _size(file) for file in files},
         needed_nbytes=sum(row.needed_nbytes for row in rows),
         seconds=seconds,

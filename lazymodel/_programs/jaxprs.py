@@ -606,8 +606,10 @@ def compile_kernels(
             values[number] = run(*(as_operand(_read(place, given, values)) for place in operands))
             for each in gone:
                 del values[each]
-        for place, sharding in zip(kernels.outputs, shardings, strict=True):
-            yield placed(_read(place, given, values), sharding)
+        for index, (place, sharding) in enumerate(zip(kernels.outputs, shardings, strict=True)):
+            value = _read(place, given, values)
+            # Variables that begin equal have buffers of their own, which a training step donates.
+            yield placed(jax.numpy.copy(value) if place in kernels.outputs[:index] else value, sharding)
 
     return InitProgram(run_all, left, peak - left, uses_x64(), by_kernel=True)
 

@@ -345,8 +345,10 @@ class ChunkedInit:
 
 
 def chunked_init(recipe: InitRecipe) -> ChunkedInit | None:
-    """A recipe of one variable in chunks; None if its elements cannot be computed separately, bit for bit."""
-    if len(recipe.paths) != 1 or recipe.kernels is not None:
+    """A recipe of one value, of one variable or several that begin equal, in chunks; None if its elements cannot be
+    computed separately, bit for bit.
+    """
+    if recipe.kernels is not None:
         return None
     structs = tuple(jax.ShapeDtypeStruct(value.shape, value.dtype) for value in recipe.inputs)
     key = (recipe.signature, structs, settings(recipe))
@@ -360,7 +362,9 @@ _CHUNKED: Programs[tuple[int, int, Callable[..., Any] | None]] = Programs(512)  
 
 def _in_chunks(recipe: InitRecipe, structs: Sequence[Any]) -> tuple[int, int, Callable[..., Any] | None]:
     jaxpr = jax.make_jaxpr(recipe.function)(*structs)
-    (out,) = jaxpr.out_avals
+    out = jaxpr.out_avals[0]
+    if len(set(jaxpr.jaxpr.outvars)) > 1:
+        return out.size, 0, None
     size, length = out.size, _longest(out.shape)
     given = any(value.size == size for value in recipe.inputs)  # data, which is not computed in chunks
     if size <= 1 or given or is_key(out.dtype) or depends_on_sharding(jaxpr):
@@ -402,7 +406,7 @@ def _run_chunk(jaxpr: Any, size: int, length: int, high: Any, low: Any, *inputs:
             return (first.astype(np.uint64) << np.uint64(32)) | second.astype(np.uint64)
         return (first ^ second).astype(f"uint{width}")
 
-    (result,) = _evaluate(jaxpr, inputs, size, length, draw)
+    result = _evaluate(jaxpr, inputs, size, length, draw)[0]
     return jnp.broadcast_to(result, (length,))
 
 

@@ -30,7 +30,16 @@ from lazymodel._tensors.lazy import LazyTensor
 from lazymodel.checkpoints._checkpoint import newest_step
 from lazymodel.checkpoints._open import staging_folder, weight_files
 from lazymodel.checkpoints._orbax import find_item
-from lazymodel.checkpoints._safetensors import DTYPES, FLOAT4, MAX_HEADER, SAVE_KEY, is_numbered, open_loose
+from lazymodel.checkpoints._safetensors import (
+    DTYPES,
+    DTYPES_KEY,
+    FLOAT4,
+    MAX_HEADER,
+    OWN_DTYPES,
+    SAVE_KEY,
+    is_numbered,
+    open_loose,
+)
 from lazymodel.checkpoints._untrusted import indexed_shards
 
 SINGLE = "model.safetensors"
@@ -367,7 +376,7 @@ def _other(folder: Location, what: str) -> LazyModelError:
 
 
 _ALIGNMENT = 8  # bytes that the header is padded to, as the reference implementation pads it
-_TAGS = {dtype: tag for tag, dtype in DTYPES.items()}
+_STORED = {dtype: (tag, ()) for tag, dtype in DTYPES.items()} | OWN_DTYPES
 
 
 def layout(
@@ -380,7 +389,8 @@ def layout(
     if bad := [key for key, value in metadata.items() if not isinstance(cast(Any, value), str)]:
         raise LazyModelError(f"metadata maps strings to strings; found {bad[0]!r}: {metadata[bad[0]]!r}")
     groups = grouped(tensors, shard_size, _stored_nbytes)
-    metadata = {key: value for key, value in metadata.items() if key != SAVE_KEY}  # copied from another checkpoint
+    copied = (SAVE_KEY, DTYPES_KEY)  # from another checkpoint
+    metadata = {key: value for key, value in metadata.items() if key not in copied}
     names = [SINGLE]
     if len(groups) > 1:
         names = [f"model-{n:05}-of-{len(groups):05}.safetensors" for n in range(1, len(groups) + 1)]
@@ -389,11 +399,9 @@ def layout(
 
 
 def _stored_nbytes(name: str, tensor: LazyTensor) -> int:
-    tag = _TAGS.get(tensor.dtype)
-    if tag is None:
+    if tensor.dtype not in _STORED:
         raise LazyModelError(
-            f"{name!r}: safetensors has no dtype {tensor.dtype.name}, only {', '.join(sorted(_TAGS.values()))}; "
-            "cast it with a mapping, or save with format='orbax'"
+            f"{name!r}: safetensors has no dtype {tensor.dtype.name}, only those of JAX; cast it with a mapping"
         )
     if name == "__metadata__":
         raise LazyModelError("a tensor cannot be called '__metadata__' in safetensors; rename it with a mapping")
@@ -407,14 +415,16 @@ def _stored_nbytes(name: str, tensor: LazyTensor) -> int:
 def _file(name: str, tensors: Mapping[str, LazyTensor], metadata: Mapping[str, str]) -> SavedFile:
     # Larger dtypes first, as the reference implementation has it: then every tensor is aligned to its own.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    own = {name: tensor.dtype.name for name, tensor in tensors.items() if tensor.dtype in OWN_DTYPES}
+    header: dict[str, Any] = {"__metadata__": {**metadata, **({DTYPES_KEY: json.dumps(own)} if own else {})}}
     begins: list[int] = []
     end = 0
     for tensor_name, tensor in ordered:
         begins.append(end)
         end += _stored_nbytes(tensor_name, tensor)
         offsets = [begins[-1], end]
-        header[tensor_name] = {"dtype": _TAGS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        tag, inner = _STORED[tensor.dtype]
+        header[tensor_name] = {"dtype": tag, "shape": [*tensor.shape, *inner], "data_offsets": offsets}
     try:
         text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError as error:

@@ -22,11 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from lazymodel._abstract.framework import ModelSpec
-from lazymodel._abstract.variable import ARRAYS, NUMBERS, adapters, lazy_array, named_arrays
+from lazymodel._abstract.variable import adapters, lazy_array, named_arrays
 from lazymodel._adapters.merge import Adapter, merge
 from lazymodel._devices.collective import agreement
 from lazymodel._errors import CheckpointError, LazyModelError, warn
-from lazymodel._mapping.match import model_values
+from lazymodel._mapping.match import lazy_values
 from lazymodel._mapping.table import WeightMap
 from lazymodel._remote.path import Location, RemotePath, matching
 from lazymodel._remote.url import is_url
@@ -90,16 +90,18 @@ def save(
     Args:
         model: A mapping of path to array, any pytree of arrays, or a model of a known framework. Paths are those of
             `build_abstract`; in a pair with an Optax state or `nnx.Optimizer`, of `with_optimizer`. Arrays in several
-            places are under each path, PRNG keys are key data, anything but arrays is left out. An abstract model is
-            initialized, or loaded from what it was built with, straight into the files.
+            places are under each path, PRNG keys are key data, numbers are arrays without dimensions; strings and the
+            like are left out. An abstract model is initialized, or loaded from what it was built with, straight into
+            the files.
         path: A file that ends with `.safetensors`, or a folder, which may hold other files; on a disk, or a URL that
             begins with `s3://`, `gs://` or `az://`. On disks also `.weights.h5` or `.h5`, as Keras writes them,
             `.weights.json` for shards of it, and NumPy's `.npz`; for Orbax and `.npy` files a folder.
         mapping: The `WeightMap` that the model was loaded with, undone; or a function that takes path → `LazyTensor`
             and returns a flat dict of tensor name → lazy tensor or array, made with NumPy. None keeps the paths.
         format: `"safetensors"`, `"hdf5"`, `"numpy"`, or of folders `"npy"`, a file an array, and `"orbax"`; None goes
-            by the suffix, and a folder is safetensors. Orbax' tree has the parts of paths as keys, and plain zarr
-            arrays as leaves, which Orbax restores as NumPy arrays unless it is given a target.
+            by the suffix, and a folder is safetensors. Orbax restores what it is given into the tree that was saved,
+            of NNX objects into their states; of a mapping, and of Keras models, into dicts with the parts of paths as
+            keys. Without a target it returns NumPy arrays.
         max_shard_size: Bytes of tensors of one file in a folder, or `"5GB"`. A larger tensor has a file to itself.
         max_host_memory: Ceiling for staging in bytes, or `"1GiB"`; None is 256 MiB, and more where something has to be
             initialized whole.
@@ -122,7 +124,9 @@ def save(
     """
     arrays, held = values_of(model)
     with agreement(held, **TERMS):
-        format = _format(path, format)
+        format, tree = _format(path, format), None
+        if format == "orbax" and mapping is None:
+            arrays, tree = orbax.by_keys(model, arrays)
         where = _located(path, storage_options, format)
         tensors = mapped({name: lazy_array(name, array) for name, array in arrays.items()}, mapping)
         size = parse_bytes(max_shard_size, name="max_shard_size", at_least=1)
@@ -133,7 +137,7 @@ def save(
             bar=progress_for(progress),
         )
     shardings = [each.sharding for each in held.values()]
-    write_to(lambda: _destination(tensors, where, format, options, shardings), held, options, overwrite=overwrite)
+    write_to(lambda: _destination(tensors, where, format, options, shardings, tree), held, options, overwrite=overwrite)
 
 
 def write_to(
@@ -210,8 +214,10 @@ def values_of(model: Any) -> tuple[Mapping[str, Any], dict[str, Any]]:
     """Returns the tensors to save, by path, and those of them whose processes save together."""
     if isinstance(model, ModelSpec):
         several = jax.process_count() > 1  # a single one may save what is planned for other devices
-        return model_values(model), {path: v for path, v in model.items() if several and v.sharding is not None}
-    arrays = named_arrays(model)
+        numbers = {path: np.asarray(number) for path, number in model.numbers.items()}
+        held = {path: v for path, v in model.items() if several and v.sharding is not None}
+        return lazy_values(model) | numbers, held
+    arrays = named_arrays(model, numbers=True)
     return arrays, {path: array for path, array in arrays.items() if isinstance(array, jax.Array)}
 
 
@@ -238,7 +244,12 @@ def _located(path: str | os.PathLike[str], options: Mapping[str, Any] | None, fo
 
 
 def _destination(
-    tensors: dict[str, LazyTensor], where: Location, format: str, options: SaveOptions, shardings: Sequence[Any]
+    tensors: dict[str, LazyTensor],
+    where: Location,
+    format: str,
+    options: SaveOptions,
+    shardings: Sequence[Any],
+    tree: Mapping[orbax.Keys, Any] | None = None,
 ) -> Destination | RemoteDestination:
     """The files that there will be, and where; the same in every process."""
     save_id = secrets.token_hex(8)
@@ -254,7 +265,7 @@ def _destination(
     elif format == "npy":
         target = NpyDestination(Path(os.path.realpath(where)), numpy.folder_layout(tensors))
     elif format == "orbax":
-        target = OrbaxDestination(Path(os.path.realpath(where)), orbax.layout(tensors))
+        target = OrbaxDestination(Path(os.path.realpath(where)), orbax.layout(tensors, tree))
     else:
         assert options.shard_size is not None
         files = hdf5.layout(tensors, where, options.shard_size)
@@ -480,8 +491,7 @@ def save_step(
     and several processes. It counts when it is complete; earlier steps stay as they are until then.
 
     Args:
-        model: As of `save`: what an abstract model materialized, as training left it. Numbers among its leaves that are
-            no arrays are saved, too.
+        model: As of `save`: what an abstract model materialized, as training left it.
         folder: A folder of steps, and of no other checkpoint. Or a URL that begins with `s3://`, `gs://` or `az://`.
         step: The number of the step, from 0.
         metadata: Anything else to save, of types that JSON has; `training_state` returns it.
@@ -514,9 +524,6 @@ def save_step(
                 raise LazyModelError(f"save_step: {advice}")
         number = _number(step)
         about = {KEY: json.dumps(described(metadata, data))}
-        if not isinstance(model, ModelSpec):
-            leaves = named_arrays(model, kinds=ARRAYS + NUMBERS)
-            model = {name: np.asarray(leaf) if isinstance(leaf, NUMBERS) else leaf for name, leaf in leaves.items()}
         _check_folder(place_of(folder, storage_options))
         where = os.fspath(folder).rstrip("/")
     save(model, f"{where}/{number}", metadata=about, storage_options=storage_options, **options)

@@ -22,6 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
+import ml_dtypes
 import numpy as np
 
 from lazymodel._tensors.boxes import grid, slabs, whole_box
@@ -66,6 +67,8 @@ class Convert:
 
 Steps: TypeAlias = "tuple[Convert, ...]"
 DType: TypeAlias = "np.dtype[Any]"
+# The scalar types of JAX' dtypes that are not NumPy's own: bfloat16, integers and floats of 8 bits and less.
+ML_NUMBERS = tuple(each for each in vars(ml_dtypes).values() if isinstance(each, type) and issubclass(each, np.generic))
 
 
 def empty_aligned(shape: tuple[int, ...], dtype: DType) -> np.ndarray:

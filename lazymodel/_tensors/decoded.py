@@ -21,7 +21,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from lazymodel._errors import CheckpointError
 from lazymodel._tensors.boxes import Box, BoxKey, bounding, box_shape, clip, coarse, fine, intersect, shift, whole_box
 from lazymodel._tensors.buffers import STAGING, DType, Steps, Workspace, assign
 from lazymodel._tensors.lazy import LazyTensor
@@ -194,56 +193,6 @@ def cut(box: Box, limit: int, cuts: Sequence[int], order: Sequence[int]) -> Iter
         starts = [part.start, *range(begin + extent, part.stop, extent)]
         edges.append([slice(a, b) for a, b in zip(starts, [*starts[1:], part.stop], strict=True)])
     return itertools.product(*edges)
-
-
-# Several stored tensors for one array: a model that ties weights has one array, and a checkpoint may store it twice
-
-
-def equal_tensor(path: str, tensors: Sequence[LazyTensor]) -> LazyTensor:
-    """One tensor for several that have to be equal bit for bit: each box that is read is read from all of them.
-
-    Raises:
-        CheckpointError: Shapes or dtypes differ; while boxes are read, their values differ.
-    """
-    first = tensors[0]
-    others = [other for other in tensors[1:] if not _is_same(first, other)]
-    for other in others:
-        if (other.shape, other.dtype) != (first.shape, first.dtype):
-            raise _differs(path, first, other)
-    return LazyTensor(_EqualTensor(path, [first, *others])) if others else first
-
-
-def _is_same(one: LazyTensor, other: LazyTensor) -> bool:
-    """Returns True if two tensors are the same elements of the same array, so that nothing has to be compared."""
-    arrays = [getattr(tensor.source, "array", tensor.source) for tensor in (one, other)]
-    return arrays[0] is arrays[1] and one.geometry() == other.geometry() and one.steps == other.steps
-
-
-def _differs(path: str, one: View, other: View) -> CheckpointError:
-    texts = [f"{tensor.name!r} ({tensor.dtype.name}{list(tensor.shape)})" for tensor in (one, other)]
-    return CheckpointError(
-        f"{path!r} is one array in the model, and the checkpoint has {' and '.join(texts)} for it, which differ. Leave "
-        "one of them out, or build a model that does not tie them"
-    )
-
-
-class _EqualTensor(DecodedTensor):
-    """The first of several tensors; the others are compared with it."""
-
-    def __init__(self, path: str, tensors: Sequence[View]) -> None:
-        first, ones = tensors[0], (1,) * tensors[0].ndim
-        super().__init__(first.shape, *(Stored(each, ones) for each in tensors), dtype=first.dtype, scratch=1)
-        self._path = path
-
-    @contextlib.contextmanager
-    def decoded(
-        self, tile: Box, needed: Sequence[Box], arrays: Sequence[np.ndarray], steps: Steps, workspace: Workspace
-    ) -> Generator[tuple[np.ndarray, Steps]]:
-        first, *others = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays)
-        for view, other in zip(self.pieces[1:], others, strict=True):
-            if not np.array_equal(first, other):
-                raise _differs(self._path, self.pieces[0], view)
-        yield arrays[0], steps
 
 
 COMPUTED_CHUNK = 8 << 20  # bytes of the input that are computed at once: intermediate results stay in the caches

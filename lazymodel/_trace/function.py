@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from lazymodel._abstract.framework import Derived, Framework, ModelSpec
-from lazymodel._abstract.variable import AbstractVariable, PathOf, is_host_variable, unique_paths
+from lazymodel._abstract.variable import NUMBERS, AbstractVariable, PathOf, is_host_variable, unique_paths
 from lazymodel._abstract.variable import path_of as path_of_tree
 from lazymodel._errors import TraceError
 from lazymodel._programs.jax_private import ValuedTrace, keep_inlined
@@ -40,11 +40,11 @@ def trace_function(
     """Implements `build_abstract(function, *args, **kwargs)` for a function that JAX can trace.
 
     A `jax.ShapeDtypeStruct` among the arguments stands for an array whose values no variable needs. An array that
-    occurs twice in the result is one variable under its first path, and the same array in both places once rebuilt.
-    Arrays are weakly typed if the function's own are; outputs other than arrays are returned unchanged.
-    `name` is the name of the model, by default the function's name; `path_of` names a leaf of the result from its
-    `jax.tree_util` key path, by default by the keys joined by `/`. With `derive`, the argument is a mapping of structs,
-    and variables that need their values are `derived` by this function.
+    occurs twice in the result is two variables that begin equal, since training moves leaves of a pytree apart. Arrays
+    are weakly typed if the function's own are; outputs other than arrays are returned unchanged. `name` is the name of
+    the model, by default the function's name; `path_of` names a leaf of the result from its `jax.tree_util` key path,
+    by default by the keys joined by `/`. With `derive`, the argument is a mapping of structs, and variables that need
+    their values are `derived` by this function.
 
     Raises:
         TraceError: The function needs values that tracing does not have, or its result hides arrays.
@@ -84,7 +84,9 @@ def trace_function(
     variables |= {path: dataclasses.replace(variables[path], origin=origin) for path, origin in origins.items()}
     later = Derived(tuple(derived), tuple(args[0]), derive) if derive is not None and derived else None
     framework = Framework(found.unflatten)
-    return ModelSpec(variables, recipes, sources, framework, name=called, aliases=found.aliases, derived=later)
+    return ModelSpec(
+        variables, recipes, sources, framework, name=called, equal=found.equal, derived=later, numbers=found.numbers
+    )
 
 
 def known_value(model: ModelSpec, path: str) -> np.ndarray[Any, Any] | None:
@@ -99,23 +101,25 @@ def known_value(model: ModelSpec, path: str) -> np.ndarray[Any, Any] | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Slot:
-    """The place of an array in the result."""
+    """The place of an array or a number in the result."""
 
     path: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Flat:
-    """The flattened result of a function: an array that occurs twice is listed once, under its first path."""
+    """The flattened result of a function."""
 
-    leaves: list[Any]  # slots for arrays, everything else unchanged
+    leaves: list[Any]  # slots for arrays and numbers, everything else unchanged
     arrays: dict[str, Any]  # path → array; None for JAX arrays after tracing
     others: list[tuple[str, Any]]  # path and leaf of everything that is not an array
     treedef: Any
     axes: dict[str, tuple[str | None, ...]]  # path → the names of dimensions, for arrays that have some
-    aliases: dict[str, str]  # other paths of an array that occurs twice → its first path
+    numbers: dict[str, Any]  # path → number, of Python or NumPy
+    equal: dict[str, str]  # other paths of an array that occurs twice → its first path
 
     def unflatten(self, mapping: Mapping[str, Any]) -> Any:
+        mapping = {**self.numbers, **mapping}
         leaves = [mapping[leaf.path] if isinstance(leaf, _Slot) else leaf for leaf in self.leaves]
         return jax.tree.unflatten(self.treedef, leaves)
 
@@ -152,27 +156,30 @@ def _is_named(node: Any) -> bool:
 def flattened(result: Any, path_of: PathOf, is_leaf: Callable[[Any], bool] | None = None) -> Flat:
     """A result as its leaves, named by their `jax.tree_util` key paths."""
     found, treedef = jax.tree_util.tree_flatten_with_path(result, is_leaf=is_leaf)
-    flat = Flat([], {}, [], treedef, {}, {})
+    flat = Flat([], {}, [], treedef, {}, {}, {})
     names = _named_axes(result, is_leaf)
-    slots: dict[int, _Slot] = {}
+    first: dict[int, str] = {}
     for path, (_, leaf) in zip(unique_paths([path_of(keys) for keys, _ in found]), found, strict=True):
         if not isinstance(leaf, jax.Array) and not is_host_variable(leaf):
             flat.others.append((path, leaf))
-        elif id(leaf) not in slots:  # `found` keeps every leaf alive, so ids are not reused
-            slots[id(leaf)] = _Slot(path)
-            flat.arrays[path] = leaf
-            if any(axes := names.get(id(leaf), ())):
-                flat.axes[path] = axes
-        else:
-            flat.aliases[path] = slots[id(leaf)].path
-        flat.leaves.append(slots.get(id(leaf), leaf))
+            if is_number := isinstance(leaf, NUMBERS):
+                flat.numbers[path] = leaf
+            flat.leaves.append(_Slot(path) if is_number else leaf)
+            continue
+        flat.arrays[path] = leaf
+        flat.leaves.append(_Slot(path))
+        if any(axes := names.get(id(leaf), ())):
+            flat.axes[path] = axes
+        # `found` keeps every leaf alive, so ids are not reused.
+        if (equal := first.setdefault(id(leaf), path)) != path:
+            flat.equal[path] = equal
     return flat
 
 
 def trace(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], path_of: PathOf | None, name: str
 ) -> tuple[Flat, Any, list[Any]]:
-    """The result, its jaxpr from array arguments to the distinct `jax.Array`s of the result, and these arguments."""
+    """The result, its jaxpr from array arguments to the `jax.Array`s of the result, and these arguments."""
     arguments, in_tree = jax.tree.flatten((tuple(args), dict(kwargs)))
     # NumPy arrays are not inputs: eager execution computes with them in NumPy, in 64 bits, until JAX gets them.
     where = [index for index, leaf in enumerate(arguments) if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))]

@@ -248,9 +248,11 @@ class Program:
                     value = with_layout_constraint(value, Layout(tuple(range(value.ndim))))
                 operands.append(value)
             results.append(step.run(*operands))
-        found = tuple(map(read, self.outputs))
-        # Values computed from inputs, which are strongly typed, have lost their weak type.
-        return found if self.weak is None else tuple(map(with_weak_type, found, self.weak))
+        found = {place: read(place) for place in self.outputs}
+        if self.weak is not None:  # values computed from inputs, which are strongly typed, have lost their weak type
+            weak = dict(zip(self.outputs, self.weak, strict=True))
+            found = {place: with_weak_type(value, weak[place]) for place, value in found.items()}
+        return tuple(found[place] for place in self.outputs)
 
 
 def _hide(value: Any, zero: Any) -> Any:

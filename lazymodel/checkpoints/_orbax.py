@@ -13,7 +13,8 @@ Layouts, as Orbax 0.11 and newer write them through its `ocp.*` and `ocp.v1` int
 
 A chunk of an array that was never stored means zeros. Orbax says in `_METADATA` that it stores those too; then a chunk
 that is not there was lost, and is an error here rather than a weight of zeros. Orbax refuses to save arrays without
-elements: the tree has None in their place, and its custom metadata has path, keys joined by `/` → dtype and shape.
+elements, and reads them. Where older versions of `lm.save` had some, the tree has None in their place, and its custom
+metadata has path, keys joined by `/` → dtype and shape.
 """
 
 from __future__ import annotations
@@ -68,6 +69,22 @@ _UNFINISHED = ".orbax-checkpoint-tmp"
 _STEP = re.compile(r"(?:(.+)_)?(\d+)")
 _ALONE = "value"  # the name of a tree that is one array, as in an abstract model
 _ZERO_SIZE = "lazymodel_zero_size"
+
+# Numbers of zarr arrays that are not NumPy's own, by name; tensorstore 0.1.84 has no others.
+ZARR_DTYPES = frozenset(
+    (
+        "bfloat16",
+        "int2",
+        "int4",
+        "float8_e3m4",
+        "float8_e4m3b11fnuz",
+        "float8_e4m3fn",
+        "float8_e4m3fnuz",
+        "float8_e5m2",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+    )
+)
 
 # Types of a tree's leaves: those that are zarr arrays, and those that are none. Others belong to a program's own
 # handlers, and are tensors if they are stored as arrays.
@@ -253,12 +270,6 @@ def read_tree(item: Location) -> Tree | None:
             raise mismatch(file, expected, repr(entry)) from error
         leaves.append((keys, kind))
     return Tree(leaves, _zero_size_tensors(fields.get("custom_metadata"), file), fields)
-
-
-def zero_size_metadata(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """The custom metadata of a tree about its arrays without elements; empty if it has none."""
-    found = {name: [np.dtype(array.dtype).name, list(array.shape)] for name, array in arrays.items() if not array.size}
-    return {_ZERO_SIZE: found} if found else {}
 
 
 def _zero_size_tensors(custom: Any, file: Location) -> dict[str, LazyTensor]:

@@ -28,7 +28,7 @@ import numpy as np
 from lazymodel._errors import CheckpointError, LazyModelError
 from lazymodel._remote.path import Location, fetch_heads, source_of
 from lazymodel._show.text import LISTED, first_lines, grouped_by, listed, plural
-from lazymodel._tensors.buffers import Workspace
+from lazymodel._tensors.buffers import ML_NUMBERS, Workspace
 from lazymodel._tensors.byte_reader import ByteReader, reading
 from lazymodel._tensors.decoded import DecodedTensor, Stored
 from lazymodel._tensors.lazy import LazyTensor
@@ -72,6 +72,12 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
     "F4": FLOAT4,
     "C64": np.dtype("<c8"),
+}
+# Dtypes of JAX that the format lacks: the tag and the inner shape of what stands for a number. `lm.save` says in the
+# metadata which tensors have them, as JSON of name → dtype. Other readers see integers, and pairs of floats.
+DTYPES_KEY = "lazymodel.dtypes"
+OWN_DTYPES: dict[np.dtype[Any], tuple[str, tuple[int, ...]]] = {np.dtype("<c16"): ("F64", (2,))} | {
+    dtype: ("U8", ()) for dtype in map(np.dtype, ML_NUMBERS) if dtype.itemsize == 1 and dtype not in DTYPES.values()
 }
 _SIX_BITS = ("F6_E2M3", "F6_E3M2")
 
@@ -269,6 +275,13 @@ class SafetensorsFile(Checkpoint):
         if used < available:
             raise mismatch(path, f"{used} bytes of tensors", f"{available - used} more bytes after them")
         self._kinds, self._codes, self._begins = kinds, codes, begins + 8 + len(data)
+        self._own = dict[str, np.dtype[Any]]()
+        by_name = {dtype.name: (dtype, *stored) for dtype, stored in OWN_DTYPES.items()}
+        for name, own in read_json_object((metadata or {}).get(DTYPES_KEY, "{}").encode(), path).items():
+            kind, of = (kinds[codes[numbers[name]]] if name in numbers else None), by_name.get(str(own))
+            if not kind or not of or kind.dtype != DTYPES[of[1]] or kind.shape[len(kind.shape) - len(of[2]) :] != of[2]:
+                raise mismatch(path, f"{DTYPES_KEY!r} to name the dtypes of tensors", f"{name!r}: {own!r}"[:80])
+            self._own[name] = of[0]
         return numbers
 
     def _tensor(self, name: str) -> LazyTensor:
@@ -280,7 +293,9 @@ class SafetensorsFile(Checkpoint):
     def describe(self, name: str) -> TensorHeader:
         number = self._names[name]
         kind = self._kinds[self._codes[number]]
-        return TensorHeader(kind.dtype, kind.shape, kind.nbytes, self.path, None, int(self._begins[number]))
+        dtype, shape = self._own.get(name, kind.dtype), kind.shape
+        shape = shape[: len(shape) - len(OWN_DTYPES[dtype][1])] if name in self._own else shape
+        return TensorHeader(dtype, shape, kind.nbytes, self.path, None, int(self._begins[number]))
 
     def _nbytes_of(self, names: Collection[str]) -> int:
         numbers = np.fromiter(map(self._names.__getitem__, names), np.int64)

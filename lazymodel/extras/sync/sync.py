@@ -95,21 +95,21 @@ class Sync(Tabled):
         max_device_memory: int | str = "1GiB",
     ) -> None:
         limit = parse_bytes(max_device_memory, name="max_device_memory", at_least=1)
-        own, aliases = _variables(trainer, "trainer")
-        self._wanted, _ = _variables(sampler, "sampler")
+        own = _variables(trainer, "trainer")
+        self._wanted = _variables(sampler, "sampler")
         with agreement(_both(own, self._wanted), done="planned", **_TERMS):
-            self._plan(own, aliases, sampler, mapping, only, limit)
+            self._plan(own, sampler, mapping, only, limit)
 
-    def _plan(self, own: Any, aliases: Any, sampler: Any, mapping: Any, only: _Rule | None, limit: int) -> None:
+    def _plan(self, own: Any, sampler: Any, mapping: Any, only: _Rule | None, limit: int) -> None:
         self._read, self._conversions = self._wanted, dict[str, Conversion]()
         if isinstance(sampler, ModelSpec):
             read = sampler.framework.unquantized(sampler, own if mapping is None else ())
-            self._read, _ = _variables(read, "sampler")
+            self._read = _variables(read, "sampler")
             self._conversions = {each.variable.path: each for each in read.conversions if each.variable.path in read}
         placed = {path: _placed(variable) for path, variable in own.items()}
         targets = {path: _placed(variable) for path, variable in self._read.items()}
         chosen = _chosen(only, [path for path, variable in self._read.items() if not stays_on_host(variable)])
-        values = _values(own, aliases, self._read, mapping, chosen, complete=only is None)
+        values = _values(own, self._read, mapping, chosen, complete=only is None)
         moves = [_move(path, values[path], targets[path]) for path in chosen if path in values]
         if not moves:
             raise LazyModelError(
@@ -308,22 +308,20 @@ def _both(trainer: Mapping[str, Any], sampler: Mapping[str, Any]) -> dict[str, A
     return {f"{what}: {path}": each for what, model in models.items() for path, each in model.items()}
 
 
-def _variables(model: Any, what: str) -> tuple[dict[str, AbstractVariable], dict[str, str]]:
-    """The variables of an abstract or a live model with shardings; and other paths of these → their path."""
+def _variables(model: Any, what: str) -> dict[str, AbstractVariable]:
+    """The variables of an abstract or a live model with shardings."""
     if isinstance(model, ModelSpec):
         require_live(model.variables)
         shardings = device_shardings(model.variables)
         used = {path: model.framework.usable_sharding(sharding) or sharding for path, sharding in shardings.items()}
-        found = {path: dataclasses.replace(each, sharding=used[path]) for path, each in model.items()}
-        return found, dict(model.aliases)
+        return {path: dataclasses.replace(each, sharding=used[path]) for path, each in model.items()}
     if model is None or isinstance(model, str):
         raise LazyModelError(f"expected an abstract or a live model as the {what}, got {model!r}")
     arrays, same, _ = live_arrays(model)
-    found = {
+    return {  # leaves that are one array now may not be one later
         path: AbstractVariable(path, tuple(array.shape), array.dtype, array.sharding, "live")
-        for path, array in arrays.items()
+        for path, array in ((path, arrays[first]) for path, first in same.items())
     }
-    return found, {path: first for path, first in same.items() if path != first}
 
 
 def _chosen(only: _Rule | None, paths: Sequence[str]) -> list[str]:
@@ -340,7 +338,6 @@ def _chosen(only: _Rule | None, paths: Sequence[str]) -> list[str]:
 
 def _values(
     own: Mapping[str, AbstractVariable],
-    aliases: Mapping[str, str],
     wanted: Mapping[str, AbstractVariable],
     mapping: Any,
     chosen: Sequence[str],
@@ -349,7 +346,6 @@ def _values(
 ) -> Mapping[str, LazyTensor]:
     """The values of the sampler's variables as views of the trainer's."""
     tensors = {path: LazyTensor(Variable(path, *variable.stored)) for path, variable in own.items()}
-    tensors |= {other: tensors[path] for other, path in aliases.items()}
     if mapping is None:
         if absent := [path for path in chosen if path not in tensors]:
             raise LazyModelError(
@@ -408,8 +404,8 @@ def _check_apart(given: Mapping[str, jax.Array], old: Mapping[str, jax.Array]) -
             )
         if (other := seen.setdefault(id(array), path)) != path:
             raise LazyModelError(
-                f"{path!r} and {other!r} of the sampler are one array, and were planned as two: make the lm.Sync from "
-                "this sampler, or copy the array"
+                f"{path!r} and {other!r} of the sampler are one array, which would be donated twice: begin with a "
+                "copy, jax.tree.map(jax.numpy.copy, sampler)"
             )
 
 

@@ -73,17 +73,25 @@ def test_a_single_array_and_colliding_paths() -> None:
     assert_same(model.materialize(), {"a/b": normal(KEY, 2), "a": {"b": normal(KEY, 3)}})
 
 
-def test_the_same_array_twice_is_one_variable_and_equal_arrays_are_two() -> None:
+def test_the_same_array_twice_is_two_variables_computed_once() -> None:
     def init(key: Any) -> Any:
-        embedding = normal(key, 8, 4)
-        return {"embedding": embedding, "head": embedding, "other": normal(key, 8, 4)}
+        embedding = normal(key, 128, 64)
+        return {"embedding": embedding, "head": embedding, "other": normal(key, 128, 64)}
 
     model = lm.build_abstract(init, KEY)
-    assert list(model) == ["embedding", "other"]
+    assert list(model) == ["embedding", "head", "other"]
+    assert [recipe.paths for recipe in model.recipes] == [("embedding", "head"), ("other",)]
     result = model.materialize()
-    assert result["embedding"] is result["head"]
-    assert result["embedding"] is not result["other"]
+    pointers = {array.unsafe_buffer_pointer() for array in result.values()}
+    assert len(pointers) == 3, "a training step donates each"
     assert_same(result, init(KEY))
+    assert_same(dict(model.stream(max_host_memory="64KiB")), init(KEY))
+    for changed in (model.rekey(1), model.reinitialize("head", jax.nn.initializers.normal(), key=0)):
+        drawn = changed.materialize()
+        np.testing.assert_array_equal(drawn["embedding"], drawn["head"])
+        assert not np.array_equal(drawn["embedding"], result["head"])
+    with pytest.raises(lm.LazyModelError, match="'embedding' and 'head' are cut from one random array"):
+        model.rekey(1, "embedding")
 
 
 def test_static_arguments_stay_python_and_arrays_are_inputs() -> None:
