@@ -234,8 +234,7 @@ class LoadReport(Report):
             again = f", {self.retries:,} of them again" if self.retries else ""
             lines.append(f"fetched: {format_bytes(self.fetched_nbytes)} in {plural(self.requests, 'request')}{again}")
         for program in self.compiled:
-            kept, cache = "kept" in program.cache, program.cache
-            cache = cache and (f", {cache}" if kept else f", a {cache} of the persistent cache")
+            cache = program.cache and f", a {program.cache} of the persistent cache"
             lines.append(f"compiled: {program.description} in {program.seconds:.2f} s{cache}")
         time = f"time: {self.initialize_seconds:.2f} s initializing, {self.stream_seconds:.2f} s streaming"
         if self.compiled:
