@@ -246,7 +246,6 @@ _FEATURES = (  # (feature, the package that it needs, the extra of lazymodel or 
     ("GGUF files of types IQ1 to IQ3", "gguf", "lazymodel[gguf]"),
     ("quantizing NNX modules, LoRA pairs", "qwix", "lazymodel[qwix]"),
     ("plots", "matplotlib", "matplotlib"),
-    ("plans as pages", "plotly", "lazymodel[page]"),
     ("completion in shells", "shtab", "lazymodel[completion]"),
 )
 _ALWAYS = ("jax", "jaxlib", "numpy", "ml_dtypes", "rich")

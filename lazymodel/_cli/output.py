@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from lazymodel._errors import LazyModelError
-from lazymodel._show.page import plotly_source
 from lazymodel._show.table import print_text
 from lazymodel._show.text import closest
 
@@ -148,6 +147,5 @@ def check_page(path: str | None) -> None:
     """Raises LazyModelError early if a page cannot be written to a path."""
     if path is None:
         return
-    plotly_source()
     if not Path(path).parent.is_dir():
         raise LazyModelError(f"cannot write {path}: {os.strerror(errno.ENOENT)}")

@@ -18,7 +18,6 @@ from typing import Any, Protocol, Self, TypeAlias, runtime_checkable
 
 from lazymodel._errors import LazyModelError
 from lazymodel._show import clock
-from lazymodel._show.page import Spans
 from lazymodel._show.table import Column, Table, Tabled, plain, terminal_width
 from lazymodel._show.text import PALETTE, empty_figure, finished_figure, format_bytes, grouped_by, printable
 
@@ -395,11 +394,6 @@ class Timeline(Tabled, list[Span]):
         axes.set_xlim(begin, end)
         axes.set_xlabel(_AXIS)
         return finished_figure(drawn, name, path)
-
-    def section(self) -> Spans:
-        """The section of a page that shows it."""
-        rows, _, _ = self._rows()
-        return Spans("What took how long", [(label, intervals) for label, *_, intervals in rows if intervals], _AXIS)
 
     def _rows(self) -> tuple[list[_Row], float, float]:
         """The rows, and the limits of the bars.
