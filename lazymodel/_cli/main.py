@@ -74,11 +74,11 @@ def _add_convert(commands: Any) -> None:
     option(
         "destination",
         "DST",
-        "x.safetensors, a folder (of safetensors, unless --to is orbax or npy), x.weights.h5, x.weights.json (and "
-        "shards next to it) or x.npz; safetensors also as the URL of a bucket",
+        "x.safetensors, a folder (of safetensors, unless --to is orbax), x.weights.h5 or x.weights.json (and shards "
+        "next to it); safetensors also as the URL of a bucket",
     )
     option(*STORAGE_OPTION, action="append")
-    formats = ("safetensors", "orbax", "hdf5", "numpy", "npy", "preset", "huggingface")
+    formats = ("safetensors", "orbax", "hdf5", "preset", "huggingface")
     option("--to", formats, "format of DST, if its name does not determine it; the last two with --cls")
     option("--dtype", "NAME", "convert floating-point tensors to this dtype, such as bfloat16", type=dtype_name)
     option(

@@ -220,7 +220,7 @@ def test_an_exception_in_what_was_given_is_exit_status_2(how, checkpoint, monkey
     module = f"broken_by_{how}"
     (checkpoint.parent / f"{module}.py").write_text(BROKEN[how].replace("make(", "make(tensors=None"))
     monkeypatch.chdir(checkpoint.parent)
-    commands = ["plan", f"{module}:make"], ["convert", str(checkpoint), "x.npz", "--map", f"{module}:make"]
+    commands = ["plan", f"{module}:make"], ["convert", str(checkpoint), "x.h5", "--map", f"{module}:make"]
     for command in commands:
         sys.modules.pop(module, None)
         assert main(command) == 2

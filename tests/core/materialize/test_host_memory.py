@@ -95,7 +95,7 @@ def test_a_step_that_is_compiled_beforehand_finds_the_state_where_it_will_lie(me
     assert events == []
 
 
-@pytest.mark.parametrize("format", ["safetensors", "npy", "orbax"])
+@pytest.mark.parametrize("format", ["safetensors", "orbax"])
 def test_a_state_on_the_host_is_saved_and_loaded_there(mesh8: Mesh, tmp_path: Path, format: str) -> None:
     abstract = abstract_model().with_optimizer(optax.adamw(1e-2), memory_kind="pinned_host").shard(mesh8, RULES)
     params, state = abstract.materialize()

@@ -186,7 +186,9 @@ def tree(_object_server: ObjectServer) -> Path:
     folder = _object_server.root / "folders"
     shutil.rmtree(folder, ignore_errors=True)
     made = {"a/b": np.ones(3, "f"), "a b/ü": np.arange(5), "c": np.zeros(2)}
-    lm.save(made, folder / "arrays", format="npy")
+    for name, value in made.items():
+        (folder / "arrays" / name).parent.mkdir(parents=True, exist_ok=True)
+        np.save(folder / "arrays" / f"{name}.npy", value)
     lm.save(made, folder / "arrays/deep/er", max_shard_size=8)
     lm.save(made, folder / "loose", max_shard_size=8)
     (folder / "loose" / "model.safetensors.index.json").unlink()
