@@ -39,7 +39,7 @@ from lazymodel._cli.output import (
 )
 from lazymodel._cli.plan import add_explain, add_plan
 from lazymodel._devices.hardware import device_memory, libtpu_environment
-from lazymodel._errors import DoesNotFitError, LazyModelError, is_library, required
+from lazymodel._errors import DoesNotFitError, LazyModelError, is_library
 from lazymodel._mapping.table import WeightMap
 from lazymodel._programs.jaxprs import CONFIG
 from lazymodel._remote.url import is_url, shown
@@ -246,7 +246,6 @@ _FEATURES = (  # (feature, the package that it needs, the extra of lazymodel or 
     ("GGUF files of types IQ1 to IQ3", "gguf", "lazymodel[gguf]"),
     ("quantizing NNX modules, LoRA pairs", "qwix", "lazymodel[qwix]"),
     ("plots", "matplotlib", "matplotlib"),
-    ("completion in shells", "shtab", "lazymodel[completion]"),
 )
 _ALWAYS = ("jax", "jaxlib", "numpy", "ml_dtypes", "rich")
 _SETTINGS = ("JAX_PLATFORMS", "XLA_FLAGS", "KERAS_BACKEND", "HF_HUB_OFFLINE", "HF_ENDPOINT", "LAZYMODEL_WAIT_SECONDS")
@@ -375,12 +374,6 @@ def _inspect(arguments: argparse.Namespace) -> int:
     return 1 if summary.problems else 0
 
 
-def _completion(arguments: argparse.Namespace) -> int:
-    shtab = required("shtab", "completion", "'lazymodel[completion]'")
-    print_text(shtab.complete(_make_parser()[0], arguments.shell))
-    return 0
-
-
 _EXAMPLES = """\
 examples:
   lazymodel inspect model.safetensors                list the content of a checkpoint, and its problems
@@ -449,9 +442,4 @@ def _make_parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
     commands = parser.add_subparsers(metavar="COMMAND")
     for add in (_add_inspect, add_plan, add_explain, _add_convert, _add_diff, _add_stats, _add_doctor):
         add(commands)
-    description = "Prints a script for a shell to complete commands and options. Needs the package shtab."
-    example = 'example, in ~/.bashrc: eval "$(lazymodel completion bash)"'
-    help = "print a script for shell completion of these commands"
-    option = add_command(commands, "completion", _completion, help, description, example)
-    option("shell", ("bash", "zsh", "fish", "tcsh"), "the shell")
     return parser, commands.choices
