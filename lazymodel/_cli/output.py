@@ -81,7 +81,7 @@ def in_options(text: str, flags: Mapping[str, str], *, names: bool = True) -> st
     """
     text = re.sub(r"\b(?:plan|shard|WhatIf|convert)\(((?:\w+=…,?\s*)+)\)", r"\1", text)
     # A file of rules has no PartitionSpec, and no other parameters of `shard`.
-    text = re.sub(r",? or pass repair=True to shard\(\)[^.]*", "", text).replace("PartitionSpec()", "[]")
+    text = re.sub(r",? or pass on_unmatched='auto'[^.]*", "", text).replace("PartitionSpec()", "[]")
     for name, flag in sorted(flags.items(), key=lambda item: -len(item[0])):
         if flag:
             text = re.sub(rf"(?<![\w/.?&-]){name}=(?:'([^'\s]*)'|(?=[\w….]))", rf"{flag} \1", text)
