@@ -15,7 +15,6 @@ import contextlib
 import copy
 import dataclasses
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -30,7 +29,6 @@ from lazymodel._abstract.framework import AnyModel, LoweredFunction, ModelSpec
 from lazymodel._abstract.variable import Placement, resident_nbytes, stays_on_host
 from lazymodel._devices.hardware import CompiledMemory, compile_lowered, device_memory, memory_of
 from lazymodel._errors import DoesNotFitError, LazyModelError
-from lazymodel._programs.kept import Keeper
 from lazymodel._show.progress import Timeline
 from lazymodel._show.text import format_bytes
 
@@ -59,11 +57,6 @@ class Compile:
     Args:
         what: A jitted function (of `jax.jit`, `nnx.jit`, `equinox.filter_jit`: any object with a method `lower`), or
             one of the names.
-        keep: A folder, made if there is none, for the compiled program. A later process loads it from there in place of
-            lowering and compiling, if versions, devices, settings, arguments and function are the same; call the
-            `Compile` itself instead of the function then: `compiled(model, *inputs)`. A Keras model's own methods call
-            the loaded program by themselves. Programs are code: a folder or file that other users may write to raises.
-            Plans do not use it.
         *inputs: The further arguments of the call: arrays, or `jax.ShapeDtypeStruct`s. An input that will be committed
             to devices (by `jax.device_put` to a sharding, or as another function's result) must be so now, as an array
             or by the struct's sharding; NumPy arrays, and results of `jnp.asarray` or `jax.random.key`, are not.
@@ -78,8 +71,6 @@ class Compile:
         keywords: The keywords of a jitted function.
         batch: Batch size for the model's own functions, or None.
         sequence: Their sequence length, or None.
-        keep: The folder, or None.
-        called: What a call of this object calls: the function, or the program that was loaded for it.
         split: Returns the arguments of a step from the model, as a tuple; None is the model itself.
 
     Raises:
@@ -91,25 +82,15 @@ class Compile:
         >>> sharded.plan(compile=lm.Compile(step, batch)).parts["activations"] > 0
         True
         >>> model = sharded.materialize(compile=lm.Compile(step, batch))  # `step(model, batch)` compiles nothing now
-        >>> kept = lm.Compile(step, batch, keep="programs")  # a later process loads it from there
-        >>> kept(sharded.materialize(compile=kept), batch).shape
-        (8, 64)
         >>> forward = lm.Compile("forward", lambda tree, x: x @ tree["up"]["kernel"], batch)
         >>> list(sharded.plan(compile=forward).parts)
         ['parameters', 'activations']
     """
 
-    def __init__(
-        self,
-        what: str | Callable[..., Any],
-        /,
-        *inputs: Any,
-        keep: str | os.PathLike[str] | None = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, what: str | Callable[..., Any], /, *inputs: Any, **options: Any) -> None:
         if not (what in _NAMED if isinstance(what, str) else callable(what)):
             raise LazyModelError(f"expected a jitted function or one of {', '.join(map(repr, _NAMED))}, got {what!r}")
-        self.what, self.inputs, self.keep = "step", inputs, keep
+        self.what, self.inputs = "step", inputs
         self.function: Callable[..., Any] | None = None if isinstance(what, str) else what
         self.keywords: Mapping[str, Any] = MappingProxyType({} if isinstance(what, str) else options)
         self.batch: int | None = None
@@ -122,17 +103,6 @@ class Compile:
                 self.function, self.inputs = inputs[0], inputs[1:]
             self.batch, self.sequence = options.pop("batch", None), options.pop("sequence", None)
             self._check(own, options)
-        self.called = self.function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the function, as the program that `keep` loaded if the arguments are those of this `Compile`.
-
-        Raises:
-            LazyModelError: It is one of a model's own functions, which the model's own method calls.
-        """
-        if self.called is None or not self.is_step:
-            raise LazyModelError(f"{self} describes a call of the model's own method: call that method")
-        return self.called(*args, **kwargs)
 
     def of(self, split: Callable[[Any], tuple[Any, ...]]) -> Self:
         """The same for a function that takes parts of the model: `step(*split(model), *inputs, **keywords)`.
@@ -268,13 +238,10 @@ def prepared(
     return model, (*compiles,)
 
 
-def lower(
-    model: ModelSpec, compile: Compile, shardings: Mapping[str, Sharding], keeper: Keeper | None = None
-) -> Sequence[LoweredFunction]:
+def lower(model: ModelSpec, compile: Compile, shardings: Mapping[str, Sharding]) -> Sequence[LoweredFunction]:
     """The programs that a call will run, traced and lowered; nothing is compiled.
 
-    A function that is not jitted is jitted here, for a plan. With `keeper`, a program that an earlier process has kept
-    is loaded instead.
+    A function that is not jitted is jitted here, for a plan.
 
     Raises:
         LazyModelError: The model has no such function of its own, or cannot be outlined.
@@ -289,7 +256,7 @@ def lower(
             struct = struct.update(sharding=shardings[path])
         structs[path] = struct
     if not compile.is_step:
-        return model.framework.lowered(compile.what, structs, keeper=keeper, **_call_options(compile))
+        return model.framework.lowered(compile.what, structs, **_call_options(compile))
     function: Any = compile.function
     if not callable(getattr(function, "lower", None)):
         function = jax.jit(function)
@@ -306,11 +273,7 @@ def lower(
             if not isinstance(parts, list | tuple):
                 raise LazyModelError(f"of() takes a function that returns a tuple; it returned {type(parts).__name__}")
             args = (*parts, *given[0])
-            if keeper is None:
-                lowered = function.lower(*args, **given[1])
-            else:
-                lowered = keeper.lower(compile.name, compile.called, args, given[1])
-                compile.called = keeper.function
+            lowered = function.lower(*args, **given[1])
         except LazyModelError:
             raise
         except Exception as error:
@@ -344,8 +307,7 @@ class CompiledProgram:
         description: What it computes.
         seconds: Wall-clock seconds that compiling took, while other work was running.
         cache: `"hit"` if JAX' persistent compilation cache had it, `"miss"` if not, `""` without such a
-            cache. With `keep`, `"kept: hit"` if it was loaded, or why not: `"kept: jax 0.10.1 -> 0.10.2"`; or why it is
-            not kept: `"not kept: it calls back into Python"`.
+            cache.
         memory: The compiler's numbers for its memory on each device; None if there are none.
     """
 
@@ -378,10 +340,9 @@ class Compiling:
         self._limit, self._tight = None, False
         if not compiles:
             return
-        self._keepers = [None if compile.keep is None else Keeper(compile.keep) for compile in compiles]
         with timeline.span("lower"):
-            for compile, keeper in zip(compiles, self._keepers, strict=True):
-                self._programs += lower(model, compile, shardings, keeper)
+            for compile in compiles:
+                self._programs += lower(model, compile, shardings)
         placement = Placement(shardings)
         devices = [device for device in placement.devices if device.process_index == jax.process_index()]
         # Bytes of the smallest device of this process, if known.
@@ -430,9 +391,7 @@ class Compiling:
             return
         jax.monitoring.register_event_listener(self._listen)
         pool = ThreadPoolExecutor(_THREADS, "lazymodel-compile")
-        # Every `Compile` is one program.
-        pairs = zip(self._programs, self._keepers, strict=True)
-        self._futures = [pool.submit(self._compiled, program, keeper) for program, keeper in pairs]
+        self._futures = [pool.submit(self._compiled, program) for program in self._programs]
         pool.shutdown(wait=False)
         try:
             yield
@@ -482,16 +441,12 @@ class Compiling:
                 return
         self.check()
 
-    def _compiled(self, program: LoweredFunction, keeper: Keeper | None) -> CompiledProgram:
+    def _compiled(self, program: LoweredFunction) -> CompiledProgram:
         start = time.perf_counter()
         self._cached.discard(threading.get_ident())
         with self._timeline.span("compile", program.description):
             compiled = compile_lowered(program.lowered, program.description)
             hit = threading.get_ident() in self._cached
-            if keeper is not None and hit:  # XLA:CPU would serialize such a program without its functions
-                keeper.reject("JAX' persistent compilation cache had it; empty that cache once, or turn it off")
-            elif keeper is not None:
-                keeper.store(compiled)
             if program.besides is not None:
                 program.besides(compiled)
         seconds = time.perf_counter() - start
@@ -505,7 +460,6 @@ class Compiling:
                 limit_nbytes=self._limit,
             )
         cache = "hit" if hit else "miss" if _CONFIG.jax_compilation_cache_dir is not None else ""
-        cache = cache if keeper is None else keeper.state
         return CompiledProgram(program.description, seconds, cache, memory)
 
     def _listen(self, event: str, **_: str | int) -> None:

@@ -125,9 +125,9 @@ class LazyModelWarning(UserWarning):
     Example:
         >>> with warnings.catch_warnings():
         ...     warnings.simplefilter("error", lm.LazyModelWarning)
-        ...     abstract.shard(mesh, {"up/kernel": P("model")}, large="4KiB")
+        ...     lm.build_abstract(jax.numpy.zeros, (1024, 512)).shard(mesh, {})
         Traceback (most recent call last):
-        lazymodel.LazyModelWarning: 1 variables of at least 4.00 KiB match no sharding rule and are replicated ...
+        lazymodel.LazyModelWarning: 1 variables of at least 1.00 MiB match no sharding rule and are replicated ...
     """
 
 

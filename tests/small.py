@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import tracemalloc
+import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ import pytest
 import lazymodel as lm
 
 _PLACES = {
+    "large": ["lazymodel._sharding.shard.LARGE"],  # bytes of a variable that needs a rule
     "list_seconds": ["lazymodel._remote.store.LIST_SECONDS"],
     "longest_retry_after": ["lazymodel._remote.requests.LONGEST_RETRY_AFTER"],
     "orbax_chunk": ["lazymodel._save.orbax._CHUNK"],
@@ -58,6 +61,14 @@ def buffer_sizes(**sizes: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         make_small(patch, **sizes)
         yield
+
+
+def shard_small(abstract: Any, *given: Any, large: int = 1 << 20, on_unmatched: str = "warn") -> Any:
+    """`abstract.shard(…)`, with other bytes from which variables are large; with "ignore" without its warnings."""
+    with buffer_sizes(large=large), warnings.catch_warnings():
+        if on_unmatched == "ignore":
+            warnings.simplefilter("ignore", lm.LazyModelWarning)
+        return abstract.shard(*given, on_unmatched="warn" if on_unmatched == "ignore" else on_unmatched)
 
 
 def read_within(tensor: lm.LazyTensor, workspace: int) -> tuple[np.ndarray, int]:

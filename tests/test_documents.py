@@ -158,7 +158,7 @@ def test_extras_are_as_declared() -> None:
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     rows = re.findall(r"^\| `lazymodel\[(\w+)\]` \| (.*?) \|", DOCUMENTS["docs/start.md"], flags=re.M)
     listed = {extra: set(re.findall(r"`([\w-]+)", packages)) for extra, packages in rows}
-    for_users = set(declared) - {"all", "demo", "test", "docs", "dev", "browser", "peft"}
+    for_users = set(declared) - {"all", "demo", "test", "docs", "dev", "peft"}
     packages = {extra: {re.split(r"[^\w-]", each)[0] for each in declared[extra]} for extra in for_users}
     assert {extra: listed.get(extra) for extra in packages} == packages
     assert set(listed) == for_users | {"all", "demo", "dev"}

@@ -18,7 +18,7 @@ import lazymodel
 
 ROOT = Path(__file__).parents[1]
 FRAMEWORKS = ("flax", "h5py", "keras", "keras_hub", "orbax", "safetensors", "tensorflow", "torch", "transformers")
-FRAMEWORKS += ("IPython", "matplotlib", "obstore", "optax", "rich", "tensorstore")  # what takes long to import
+FRAMEWORKS += ("IPython", "matplotlib", "obstore", "optax", "rich", "tensorstore", "urllib3")  # take long to import
 PACKAGES = {
     "lazymodel": ROOT / "lazymodel",
     "lazymodel_flax": ROOT / "integrations" / "lazymodel_flax",

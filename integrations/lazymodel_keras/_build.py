@@ -24,7 +24,6 @@ from lazymodel import (
     ShardingError,
 )
 from lazymodel._errors import warn
-from lazymodel._sharding.auto import Auto
 from lazymodel._sharding.follow import follow_weights
 from lazymodel._sharding.shard import Rules
 from lazymodel._show.progress import ReportTo
@@ -99,8 +98,6 @@ class Sharding(TypedDict, total=False):
     mesh: jax.sharding.Mesh | None
     rules: Rules | None
     on_unmatched: str
-    large: int | str
-    repair: bool | Auto
 
 
 class Loading(Opening, Sharding, Materializing):
@@ -119,8 +116,8 @@ def check_options(function: str, options: Any, kind: Any) -> None:
         if name not in names:
             raise LazyModelError(f"lazymodel_keras.{function} takes no argument {name!r}{closest(name, names)}")
     mesh, rules = options.get("mesh"), options.get("rules")
-    if options.get("repair") and mesh is None:
-        raise ShardingError("repair was given without mesh; it repairs rules, so pass mesh and rules as well")
+    if options.get("on_unmatched") == "auto" and mesh is None:
+        raise ShardingError("on_unmatched was given without mesh; it completes rules, so pass mesh and rules as well")
     if (mesh is None) != (rules is None):
         given, missing = ("rules", "mesh") if mesh is None else ("mesh", "rules")
         raise ShardingError(f"{given} was given without {missing}; pass both, or neither to use keras.distribution")

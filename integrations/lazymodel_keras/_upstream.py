@@ -210,7 +210,7 @@ def called(*args: Any, **kwargs: Any) -> Any:
     raise Called(*args, **kwargs)
 
 
-def jitted_cells(function: Callable[..., Any]) -> list[CellType]:
+def _jitted_cells(function: Callable[..., Any]) -> list[CellType]:
     """The cells in which a function, and those that it closes over, hold jitted functions, outermost first.
 
     Keras' `train_function` and KerasHub's `generate_function` call a jitted function that nothing else refers to.
@@ -230,14 +230,19 @@ def jitted_cells(function: Callable[..., Any]) -> list[CellType]:
     return found
 
 
-def call_of_jitted(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[CellType, Any, Any]:
-    """The cell of the jitted function that a function calls, and the arguments of that call; runs nothing."""
-    (cell,) = jitted_cells(function)
+def jitted_functions(function: Callable[..., Any]) -> list[Any]:
+    """The jitted functions that a function, and those that it closes over, refer to, outermost first."""
+    return [cell.cell_contents for cell in _jitted_cells(function)]
+
+
+def call_of_jitted(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """The jitted function that a function calls, and the arguments of that call; runs nothing."""
+    (cell,) = _jitted_cells(function)
     jitted, cell.cell_contents = cell.cell_contents, called
     try:
         function(*args, **kwargs)
     except Called as call:
-        return cell, *call.arguments
+        return jitted, *call.arguments
     finally:
         cell.cell_contents = jitted
     raise AssertionError(f"{function} did not call {jitted}")
@@ -330,12 +335,6 @@ def classes_defining(method: str) -> list[Any]:
     bases = [hub.models.Backbone, hub.models.Task, hub.models.Preprocessor, hub.tokenizers.Tokenizer]
     bases += [getattr(hub.layers, f"{kind}Converter", None) for kind in ("Audio", "Image", "Video")]
     return [cls for cls in bases if cls is not None and method in vars(cls)]
-
-
-def preprocessing_classes() -> tuple[type, ...]:
-    """KerasHub's classes of what runs before and after compiled functions; none without KerasHub."""
-    hub = sys.modules.get("keras_hub")
-    return () if hub is None else (hub.models.Preprocessor, hub.tokenizers.Tokenizer)
 
 
 def set_lora_layers(backbone: Any, positions: list[int], rank: int) -> None:

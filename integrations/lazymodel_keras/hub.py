@@ -342,7 +342,7 @@ def deferred(
         storage_options: As in `lazymodel.open_checkpoint`, for every URL in the block.
         compile: As in `from_preset`, for each model that is loaded in the block, in its state at that time. A later
             `compile` of Keras, with another sampler or loss, makes Keras compile again.
-        **options: `on_unmatched`, `large` and `repair` of `AbstractModel.shard`, and the options of
+        **options: `on_unmatched` of `AbstractModel.shard`, and the options of
             `AbstractModel.materialize`. There is one report for each loaded model, and one for the variables that are
             initialized on leaving.
     Raises:

@@ -20,7 +20,6 @@ from jax.sharding import Sharding
 from lazymodel._abstract.pairs import LoraPair, named_pairs
 from lazymodel._abstract.variable import AbstractVariable, automatic, on_device, path_text
 from lazymodel._errors import LazyModelError
-from lazymodel._programs.kept import Keeper
 from lazymodel._programs.programs import InitRecipe, ProgramCache
 from lazymodel._show.progress import Span
 from lazymodel._show.text import closest
@@ -194,7 +193,6 @@ class Framework:
         inputs: Sequence[Any] = (),
         batch: int | None,
         sequence: int | None,
-        keeper: Keeper | None = None,
     ) -> Sequence[LoweredFunction]:
         """The programs of the model's own functions, traced and lowered; once they are compiled, the first call of the
         functions compiles nothing.
@@ -205,7 +203,6 @@ class Framework:
             inputs: Arguments of the future call; empty if the framework can infer them.
             batch: Batch size; None is the framework's default.
             sequence: Sequence length; None likewise.
-            keeper: Lowers them, or loads what was kept; None lowers.
 
         Raises:
             LazyModelError: The model has no such function, or does not define its inputs.

@@ -102,9 +102,9 @@ def materialize(
             than 64 KiB in a file on a disk are read by all.
         compile: Functions that will be called with the model, one `lazymodel.Compile` or several: lowered before any
             data is read, compiled while weights are loaded; the first call, in this context, compiles nothing.
-        progress: True or False for a bar, None for one in a terminal or notebook, a callable `f(done_nbytes,
-            total_nbytes)` or your own `Progress`. Bytes are of the distinct shards of this process; calls come from
-            several threads, one at a time.
+        progress: None for a bar in a terminal or notebook, True to log (`logging`, level INFO) where there is neither,
+            False for none; or a callable `f(done_nbytes, total_nbytes)`, or your own `Progress`. Bytes are those of the
+            distinct shards of this process, reported from several threads, one call at a time.
         report: True prints a `LoadReport` once the model is complete; a callable, such as `reports.append`, gets it
             instead. After a failure there is no report.
 

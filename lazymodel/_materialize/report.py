@@ -18,7 +18,6 @@ from jax.sharding import Sharding
 from lazymodel._abstract.framework import ModelSpec
 from lazymodel._compile import CompiledProgram
 from lazymodel._mapping.match import LoadPlan
-from lazymodel._show.page import Grid, Section, Treemap
 from lazymodel._show.progress import Timeline
 from lazymodel._show.table import ACTIONS, Column, Report, Table, shape_text
 from lazymodel._show.text import folded_names, format_bytes, listed, plural
@@ -167,38 +166,33 @@ class LoadReport(Report):
         return self.timeline.plot(self.table().title, path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the report as a page: one HTML file that works offline; needs plotly.
+        """Writes the report as a page: one HTML file without scripts.
 
-        It shows the timeline, modules by size, and the source of every variable's value.
+        It shows the timeline, and the source of every variable's value.
 
         Raises:
-            LazyModelError: plotly is not installed, or the file cannot be written.
+            LazyModelError: The file cannot be written.
 
         Example:
             >>> model = sharded.materialize(report=lambda report: report.save("load.html"))
         """
         super().save(path)
 
-    def sections(self) -> list[Section]:
-        """Sections of its page."""
-        sections = super().sections()
+    def page_tables(self) -> list[Table]:
+        """The tables of its page."""
+        tables = [self.table(), *([self.timeline.table()] if self.timeline else [])]
         if self.unused:
-            unused = [(each.name, each.dtype, {"nbytes": each.nbytes or 0}, each.file) for each in self.unused]
-            sections.append(Grid("Unused tensors", ("tensor", "dtype", "bytes", "file"), unused))
+            columns = (Column("tensor"), Column("dtype"), Column.nbytes("bytes"), Column("file"))
+            unused = [(each.name, each.dtype, each.nbytes or 0, each.file) for each in self.unused]
+            tables.append(Table("Unused tensors", columns, unused))
         if self.mismatched:
-            columns = ("variable", "expected", "found", "tensor", "file")
+            names = ("variable", "expected", "found", "tensor", "file")
             other = [
                 (each.path, *map(shape_text, (each.expected, each.found)), each.tensor.name, each.tensor.file)
                 for each in self.mismatched
             ]
-            sections.append(Grid("Did not match", columns, other))
-        return sections
-
-    def charts(self) -> list[Section]:
-        """Sections of its page between the summary and the table."""
-        timeline = self.timeline.section()
-        sizes = {row.path: row.nbytes for row in self.rows}
-        return [*([timeline] if timeline.spans else []), Treemap("Modules by bytes", sizes)]
+            tables.append(Table("Did not match", [*map(Column, names)], other))
+        return tables
 
     def __repr__(self) -> str:
         return f"{super().__repr__()}\n{self.timeline}" if self.timeline else super().__repr__()
@@ -236,8 +230,7 @@ class LoadReport(Report):
             again = f", {self.retries:,} of them again" if self.retries else ""
             lines.append(f"fetched: {format_bytes(self.fetched_nbytes)} in {plural(self.requests, 'request')}{again}")
         for program in self.compiled:
-            kept, cache = "kept" in program.cache, program.cache
-            cache = cache and (f", {cache}" if kept else f", a {cache} of the persistent cache")
+            cache = program.cache and f", a {program.cache} of the persistent cache"
             lines.append(f"compiled: {program.description} in {program.seconds:.2f} s{cache}")
         time = f"time: {self.initialize_seconds:.2f} s initializing, {self.stream_seconds:.2f} s streaming"
         if self.compiled:

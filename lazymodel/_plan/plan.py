@@ -7,31 +7,28 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import html
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from lazymodel._devices.hardware import GENERATIONS, GPUS, CompiledMemory, device_memory
+from lazymodel._devices.hardware import CompiledMemory
 from lazymodel._errors import DoesNotFitError, LazyModelError
 from lazymodel._plan.fleet import Way
 from lazymodel._plan.what_if import ACTIVATIONS, OPTIMIZER, PARAMETERS
-from lazymodel._show.page import Bars, Grid, Lines, Section, Text, Treemap, Verdict
 from lazymodel._show.table import ACTIONS, Column, Report, Table, Tabled, placed_text, plain, shape_text, spec_text
 from lazymodel._show.text import PALETTE, empty_figure, finished_figure, format_bytes, parse_bytes, plural
-from lazymodel._tensors.shards import spec_axes
 
-_COUNTS = tuple(2**power for power in range(11))  # of devices: common sizes of slices and machines
-_STEPS = 2000  # points of a line; more would be closer than pixels
-
-
+_WIDTH, _HEIGHT = 800, 24  # pixels of a bar on a page
 _GIB = 2**30
+_OTHER = "#999999"
 _COLOURS: dict[str, str] = {
     **dict(zip(("parameters", "LoRA", "optimizer state", "gradients", "activations"), PALETTE, strict=False)),
     "held": PALETTE[0],
-    "temporaries": "#999999",
-    "peak while materializing": "#999999",
+    "temporaries": _OTHER,
+    "peak while materializing": _OTHER,
 }
 _LIMIT = PALETTE[5]
 
@@ -301,43 +298,24 @@ class MemoryPlan(Report):
             axes.set_ylim(0, None)
         return finished_figure(figure, self.name, path)
 
-    def sections(self) -> list[Section]:
-        """Sections of its page: the verdict first, as for a meeting."""
-        table, (limit, counted) = self.table(), (self.device_memory, self.counted_text())
-        has = "" if limit is None else f" of {format_bytes(limit)}"
-        lines = [
-            f"{format_bytes(self.needed_nbytes)}{has} needed on the most loaded of {plural(self.num_devices, 'device')}"
-        ]
-        lines += counted.replace("; not counted", "\nnot counted").splitlines()
-        if limit is not None and self.needed_nbytes > limit:
-            lines.append(self.hint(limit))
-        answer = "does it fit? The devices' memory is unknown" if self.fits is None else self.verdict()
-        others = [line for line in table.lines if line not in (*lines, counted)]
-        first, last = Verdict(_sentence(answer), self.fits, [*map(_sentence, lines)]), table.grid("Variables")
-        return [first, *self.charts(), Text(others, "Details"), last]
-
-    def charts(self) -> list[Section]:
-        """Sections of its page between the verdict and the details."""
-        sections: list[Section] = [
-            Bars("In use, on the most loaded device", {"in use": self.parts}, self.device_memory)
-        ]
-        if len(self.timeline) > 1:
-            thin = self.timeline[:: -(-len(self.timeline) // _STEPS)]
-            held = {"held": [s.held_nbytes for s in thin], "with temporaries": [s.peak_nbytes for s in thin]}
-            title = "While materializing, on the most loaded device"
-            sections.append(Lines(title, [step.path for step in thin], held, self.device_memory))
-        used = {row.path: row.used_nbytes for row in self.rows}
-        sections.append(Treemap("Modules by bytes on a device", used))
-        _, fixed = self._fixed()
-        split = max(self.needed_nbytes - fixed, 0) * self.num_devices
-        rows: list[list[Any]] = []
-        for name in (*GENERATIONS, *GPUS):
-            memory = device_memory(name) or 0
-            there = GENERATIONS[name].sizes if name in GENERATIONS else _COUNTS
-            shares = [{"share": (fixed + split / count) / memory} if count in there else "" for count in _COUNTS]
-            rows.append([name, {"nbytes": memory}, *shares])
-        title = "What would fit, split evenly over so many devices"
-        return [*sections, Grid(title, ("device", "each has", *map(str, _COUNTS)), rows)]
+    def drawing(self) -> str:
+        """An SVG of what the most loaded device holds in use, by kind, against its memory."""
+        limit, at = self.device_memory, 0.0
+        scale = _WIDTH / max(self.used_nbytes, limit or 0, 1)
+        shapes, labels = list[str](), list[tuple[str, str]]()
+        for kind, nbytes in self.parts.items():
+            colour, width = _COLOURS.get(kind, _OTHER), nbytes * scale
+            shapes.append(f'<rect x="{at:.1f}" width="{width:.1f}" height="{_HEIGHT}" fill="{colour}"/>')
+            labels.append((colour, f"{kind}, {format_bytes(nbytes)}"))
+            at += width
+        if limit is not None:
+            shapes.append(f'<rect x="{limit * scale - 2:.1f}" width="2" height="{_HEIGHT}" fill="{_LIMIT}"/>')
+            labels.append((_LIMIT, f"device memory, {format_bytes(limit)}"))
+        for row, (colour, label) in enumerate(labels, start=2):
+            y = row * _HEIGHT
+            shapes.append(f'<text y="{y}" fill="{colour}">■ <tspan fill="currentColor">{label}</tspan></text>')
+        size = f'width="{_WIDTH}" height="{(len(labels) + 2) * _HEIGHT}"'
+        return f'<svg xmlns="http://www.w3.org/2000/svg" role="img" {size}>{"".join(shapes)}</svg>'
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as lists, dicts, strings and numbers, which `json` writes and reads back equal."""
@@ -357,17 +335,15 @@ class MemoryPlan(Report):
             action = ACTIONS.get(row.action, row.action)
             away = not (row.shard_nbytes or row.memory_kind) and row.nbytes
             spec = "on the host" if away else placed_text(spec_text(row.spec), row.memory_kind)
-            axes = spec_axes(row.spec or PartitionSpec(), len(row.shape))
             note = action + (f": {row.source}" if row.action == "initialize" else "")
-            shape, placed = shape_text(row.shape), {"placed": {"shape": row.shape, "axes": axes, "mesh": self.mesh}}
-            names = row.path, shape, row.dtype.name, placed, spec
+            names = row.path, shape_text(row.shape), row.dtype.name, spec
             return *names, row.shard_nbytes, row.used_nbytes, note, row.source, row.why
 
         nbytes = format_bytes(sum(row.nbytes for row in self.rows))
         title = f"{self.name}: plan for {plural(len(self.rows), 'variable')}, {nbytes}"
         columns = (
-            Column.names("variable"), Column("shape"), Column("dtype"), Column.in_pages("sharding"),
-            Column("partition spec"), Column.nbytes("bytes/device"), Column.nbytes("bytes on a device", page=True),
+            Column.names("variable"), Column("shape"), Column("dtype"), Column("partition spec"),
+            Column.nbytes("bytes/device"), Column.nbytes("bytes on a device", page=True),
             Column.notes("value"), Column.in_pages("from"), Column.in_pages("why"),
         )  # fmt: skip
         lines = [*self._device_lines(), *self._host_lines(), *self.notes]
@@ -437,10 +413,6 @@ class MemoryPlan(Report):
         return f"counted: {counted}; not counted: activations ({how})"
 
 
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
 def _verdict(needed: int, limit: int) -> str:
     spare = limit - needed
     return f"fits, {format_bytes(spare)} to spare" if spare >= 0 else f"does not fit, {format_bytes(-spare)} short"
@@ -486,14 +458,17 @@ class _PlanComparison(Report):
         """Names of the plans that are known to fit."""
         return tuple(name for name, plan in self.plans.items() if plan.fits)
 
-    def sections(self) -> list[Section]:
-        """Parts of its page: the comparison, and every plan."""
-        table = self.table()
-        sections: list[Section] = [Text(table.lines), table.grid("What would fit")]
-        for name, plan in self.plans.items():
-            first, *others = plan.sections()
-            sections += [dataclasses.replace(first, title=name), *others]
-        return sections
+    def page_tables(self) -> list[Table]:
+        """The tables of its page: the comparison, and every plan."""
+        plans = (
+            dataclasses.replace(table := plan.table(), title=f"{name}: {table.title}")
+            for name, plan in self.plans.items()
+        )
+        return [self.table(), *plans]
+
+    def drawing(self) -> str:
+        """The bars of all plans."""
+        return "".join(f"<p>{html.escape(name)}</p>{plan.drawing()}" for name, plan in self.plans.items())
 
     def to_dict(self) -> dict[str, Any]:
         """Each plan's `to_dict`, by name."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ from lazymodel._devices.hardware import (
     tpu_generation,
 )
 from lazymodel._devices.hardware import device_memory as known_memory
-from lazymodel._errors import DoesNotFitError, LazyModelError, ShardingError
+from lazymodel._errors import DoesNotFitError, LazyModelError, LazyModelWarning, ShardingError
 from lazymodel._plan.make import plan
 from lazymodel._plan.what_if import WhatIf
 from lazymodel._sharding.shard import Rules, named_rules, shard
@@ -159,7 +160,9 @@ class _Search:
 
     def sharded(self, mesh: Any) -> ModelSpec:
         # Unmatched variables are the same on every mesh; sharding on the chosen mesh warns about them.
-        return shard(self.model, mesh, self.rules, on_unmatched="ignore")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", LazyModelWarning)
+            return shard(self.model, mesh, self.rules)
 
     def by_arithmetic(self, name: str) -> TopologyRow:
         size = arithmetic_mesh(name).size

@@ -8,33 +8,27 @@ If a store answers that it is busy (429, 503), all threads stop sending requests
 its `Retry-After` requests (RFC 9110, section 10.2.3), which obstore does not return.
 
 obstore reads the body of an error completely before it reports it, and a malicious web server can send a body of any
-length. `Web` reads no body of an error, except for a few KiB that free a connection for the next request.
+length. `Web` uses urllib3, and reads no body of an error, except for a few KiB that free a connection for the next
+request. It follows redirections itself: urllib3 reads their bodies to the end.
 """
 
 from __future__ import annotations
 
-import base64
-import collections
 import concurrent.futures
 import contextlib
 import datetime
-import email.utils
 import functools
 import http.client
 import importlib
-import io
 import ipaddress
-import itertools
+import logging
 import random
 import re
-import select
-import socket
 import ssl
 import threading
 import time
 import urllib.request
-import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, TypeVar
 from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit
 
@@ -226,8 +220,8 @@ def explained(error: Exception) -> Failure:
     return Failure(f"the request failed ({kind})")
 
 
-def failure_of_status(status: int, retry_after: str = "") -> Failure:
-    """Explains a status that is not a success, optionally with `Retry-After`."""
+def failure_of_status(status: int, retry_after: float = 0.0) -> Failure:
+    """Explains a status that is not a success; `retry_after` is the seconds of a `Retry-After`."""
     if status in (404, 405):
         return Missing()
     if status == 412:
@@ -237,7 +231,7 @@ def failure_of_status(status: int, retry_after: str = "") -> Failure:
         text = "the store refuses access; check the credentials and their permissions"
     elif 300 <= status < 400:
         text = f"the server redirects to an address that may not be read (status {status})"
-    return Failure(text, status >= 500 or status in _AGAIN, status, _parsed(retry_after))
+    return Failure(text, status >= 500 or status in _AGAIN, status, retry_after)
 
 
 # By the name of obstore's class; ValueError if a request is rejected before it is made.
@@ -261,16 +255,6 @@ _SIGNS = (
 )  # fmt: skip
 
 
-def _parsed(value: str) -> float:
-    """Returns the seconds of a `Retry-After`, 0 if it has none."""
-    if value.strip().isdecimal():
-        return float(value)
-    try:
-        return max(email.utils.parsedate_to_datetime(value).timestamp() - time.time(), 0.0)
-    except (TypeError, ValueError):
-        return 0.0
-
-
 _MOST_ERROR = 4 << 10  # bytes of an error's body that are read and discarded, so that the connection can be reused
 _MOST_REDIRECTS = 10  # about as many as browsers allow
 _IDLE = 64  # connections that are kept for each server: more than there are requests at a time
@@ -283,28 +267,31 @@ _UNITS = (
     *(("ms", 1e-3), ("n", 1e-9), ("u", 1e-6), ("month", 2_629_800.0), ("M", 2_629_800.0)),
     *(("s", 1.0), ("m", 60.0), ("h", 3600.0), ("d", 86_400.0), ("w", 604_800.0), ("y", 31_557_600.0)),
 )
-_BROKE_OFF = "the connection broke off"
+_ASKING = threading.local()  # `now` is True while this thread makes a request
+
+
+def _is_not_ours(_: logging.LogRecord) -> bool:
+    """Filters what urllib3 logs of our requests: it has URLs with their signatures."""
+    return not getattr(_ASKING, "now", False)
 
 
 class Answer:
     """An answer whose body was not read yet; attributes and methods are those of obstore's `GetResult`."""
 
-    def __init__(self, response: http.client.HTTPResponse, meta: Mapping[str, Any]) -> None:
-        self._response, self.meta = response, meta
+    def __init__(self, response: Any, meta: Mapping[str, Any], until: float) -> None:
+        self._response, self.meta, self._until = response, meta, until
         self.attributes = {"Content-Type": response.headers.get("Content-Type", "")}
 
-    def stream(self, min_chunk_size: int) -> Iterator[memoryview]:
-        """The body in chunks of this many bytes; each is valid until the next one is requested."""
-        chunk = memoryview(bytearray(min_chunk_size))
-        with _explained():
-            while count := self._response.readinto(chunk):
-                yield chunk[:count]
-            if self._response.length:
-                raise Failure(_BROKE_OFF, True)
+    def stream(self, min_chunk_size: int) -> Iterator[bytes]:
+        """The body in chunks of at most this many bytes."""
+        while chunk := self._response.read1(min_chunk_size, decode_content=False):
+            yield chunk
+            if time.monotonic() > self._until:
+                raise Failure("the server stopped answering", True)
 
 
 class Web:
-    """Files below an address.
+    """Files below an address, by urllib3.
 
     Args:
         root: The address; a query is sent with every request.
@@ -313,20 +300,21 @@ class Web:
     """
 
     def __init__(self, root: str, headers: Mapping[str, str], options: Mapping[str, Any]) -> None:
+        self._urllib3: Any = importlib.import_module("urllib3")
+        for name in ("urllib3.connection", "urllib3.connectionpool"):
+            logging.getLogger(name).addFilter(_is_not_ours)
         self._root, _, query = root.partition("?")
         self._query = f"?{quote(query, safe='%/:?#[]@!$&()*+,;=~')}" if query else ""
         given = {name: _text(value) for name, value in options.get("default_headers", {}).items()}
         self._headers = {"User-Agent": options.get("user_agent", "lazymodel"), "Accept": "*/*", **given, **headers}
         self._allow_http = _is_true(options.get("allow_http"))
-        self._connect_seconds = _duration(options.get("connect_timeout"), 10.0)
-        self._read_seconds = _duration(options.get("read_timeout"), 10.0)
-        self._seconds = _duration(options.get("timeout"), 30.0)
+        self._seconds = [_duration(options.get(name), 10.0) for name in ("connect_timeout", "read_timeout")]
+        self._total = _duration(options.get("timeout"), 30.0)
         self._proxies = {"all": options["proxy_url"]} if options.get("proxy_url") else urllib.request.getproxies()
         self._excludes = options.get("proxy_excludes", "") if options.get("proxy_url") else self._proxies.get("no", "")
         invalid = _is_true(options.get("allow_invalid_certificates"))
         self._certificates = _text(options.get("root_certificate", "")), invalid
-        self._idle: dict[tuple[str, str], collections.deque[http.client.HTTPConnection]] = {}  # by scheme and host
-        weakref.finalize(self, _close, self._idle)
+        self._pools: dict[str, Any] = {}  # by the address of the proxy, which may be empty
 
     @contextlib.contextmanager
     def get(self, key: str, *, options: Mapping[str, Any] | None = None) -> Generator[Answer]:
@@ -335,22 +323,22 @@ class Web:
         Raises:
             Failure: There is no answer with the requested range.
         """
-        options = options or {}
+        options, until = options or {}, time.monotonic() + self._total
         headers = {"If-Match": options["if_match"]} if "if_match" in options else {}
         if "range" in options:
             headers["Range"] = f"bytes={options['range'][0]}-{options['range'][1] - 1}"
-        with self._answer(key, headers) as response:
-            yield Answer(response, _meta(response, options.get("range")))
+        with self._explained(), self._answer(key, headers, until) as response:
+            yield Answer(response, _meta(response, options.get("range")), until)
 
     @contextlib.contextmanager
-    def _answer(self, key: str, more: Mapping[str, str]) -> Generator[http.client.HTTPResponse]:
+    def _answer(self, key: str, more: Mapping[str, str], until: float) -> Generator[Any]:
         url = f"{self._root.rstrip('/')}/{quoted(key)}{self._query}" if key else f"{self._root}{self._query}"
-        headers, until = {**self._headers, **more}, time.monotonic() + self._seconds
+        headers = {**self._headers, **more}
         for _ in range(_MOST_REDIRECTS):
             parts = urlsplit(url)
             with self._response(parts, headers, until) as response:
                 location = response.headers.get("Location", "") if response.status in _REDIRECTS else ""
-                failure = None if location else _failure(response)
+                failure = None if location else self._failure(response)
                 if not location and failure is None:
                     yield response
                     return
@@ -361,7 +349,7 @@ class Web:
                 headers = {name: value for name, value in headers.items() if name.lower() not in _PRIVATE}
         raise Failure("the server redirects in a circle, or to an address that may not be read")
 
-    def _redirected(self, url: str, location: str) -> str:
+    def _redirected(self, url: str, location: str) -> str:  # urllib3 would go from https to http
         with contextlib.suppress(ValueError):
             there = urlsplit(urljoin(url, quote(location, safe="%/:?#[]@!$&'()*+,;=~")))
             if there.scheme == "http" and not self._allow_http:
@@ -371,135 +359,85 @@ class Web:
         raise Failure("the server redirects in a circle, or to an address that may not be read")
 
     @contextlib.contextmanager
-    def _response(
-        self, parts: SplitResult, headers: Mapping[str, str], until: float
-    ) -> Generator[http.client.HTTPResponse]:
+    def _response(self, parts: SplitResult, headers: Mapping[str, str], until: float) -> Generator[Any]:
         """Yields an answer, a redirection as well. Its connection is reused if its whole body was read, or if the rest
         of it is short.
         """
-        proxy = self._proxy(parts)
-        target = parts._replace(scheme="", netloc="", path=parts.path or "/", fragment="").geturl()
-        if proxy is not None and parts.scheme == "http":
-            target, headers = parts._replace(fragment="").geturl(), {**headers, **_proxy_headers(proxy)}
-        idle = self._idle.setdefault((parts.scheme, parts.netloc), collections.deque(maxlen=_IDLE))
-        connection, response, reusable = None, None, False
+        how: dict[str, Any] = {"headers": headers, "retries": False, "redirect": False, "preload_content": False}
+        response, again = None, True
         try:
-            with _explained():
-                while response is None:
-                    with contextlib.suppress(IndexError):
-                        connection = idle.pop()
-                    if connection is not None and select.select([connection.sock], [], [], 0)[0]:
-                        connection.close()  # the server closed it, or sent more than the last answer
-                        connection = None
-                        continue
-                    used = connection is not None
-                    connection = connection or self._connected(parts, proxy, until)
-                    sock = _Timed(connection.sock, self._read_seconds, until)
-                    connection.response_class = lambda _, sock=sock, **given: http.client.HTTPResponse(sock, **given)  # pyright: ignore
-                    try:
-                        connection.request("GET", target, headers=headers)
-                        response = connection.getresponse()
-                    except (ConnectionError, http.client.HTTPException):
-                        # The server may have closed it since its last use, or sent more than its last answer.
-                        connection.close()
-                        connection = None
-                        if not used:
-                            raise
+            while response is None:
+                timeout = self._urllib3.Timeout(max(until - time.monotonic(), 0.001), *self._seconds)
+                try:
+                    _ASKING.now = True
+                    response = self._pool(parts).urlopen("GET", parts.geturl(), timeout=timeout, **how)
+                except self._urllib3.exceptions.ProtocolError:
+                    # The server may have closed the connection since its last use, or sent more than its last answer.
+                    if not again:
+                        raise
+                    again = False
+                finally:
+                    _ASKING.now = False
             yield response
-            if (response.length or 0) <= _MOST_ERROR and not response.chunked:
-                with contextlib.suppress(OSError, http.client.HTTPException):
-                    response.read(_MOST_ERROR)
-            reusable = response.isclosed() and not response.will_close
+            if response.length_remaining is not None and response.length_remaining <= _MOST_ERROR:
+                with contextlib.suppress(self._urllib3.exceptions.HTTPError):
+                    response.read1(_MOST_ERROR, decode_content=False)
         finally:
             if response is not None:
-                response.close()  # Python 3.13 prints an error if the garbage collector does, after its socket's
-            if connection is not None and reusable and len(idle) < _IDLE:
-                idle.append(connection)
-            elif connection is not None:
-                connection.close()
+                response.close()
+                response.release_conn()
 
-    def _connected(self, parts: SplitResult, proxy: SplitResult | None, until: float) -> http.client.HTTPConnection:
-        where = proxy or parts
-        seconds = max(min(self._connect_seconds, until - time.monotonic()), 0.001)
-        host, port = where.hostname or "", where.port or (443 if where.scheme == "https" else 80)
-        if parts.scheme == "https":
-            connection = http.client.HTTPSConnection(host, port, timeout=seconds, context=_context(*self._certificates))
-        else:
-            connection = http.client.HTTPConnection(host, port, timeout=seconds)
-        if proxy is not None and parts.scheme == "https":
-            connection.set_tunnel(parts.hostname or "", parts.port, _proxy_headers(proxy))
+    def _pool(self, parts: SplitResult) -> Any:
+        proxy = self._proxies.get(parts.scheme) or self._proxies.get("all") or ""
+        proxy = "" if _is_excluded(parts.hostname or "", self._excludes) else proxy
+        if proxy not in self._pools:
+            how = {"maxsize": _IDLE, "ssl_context": _context(*self._certificates)}
+            made = self._proxied(proxy, **how) if proxy else self._urllib3.PoolManager(**how)
+            self._pools.setdefault(proxy, made)
+        return self._pools[proxy]
+
+    def _proxied(self, proxy: str, **how: Any) -> Any:
+        address = proxy if "://" in proxy else f"http://{proxy}"
         try:
-            connection.connect()
-        except (ssl.SSLCertVerificationError, socket.gaierror, TimeoutError):
-            connection.close()
-            raise
-        except OSError:
-            connection.close()
+            user = self._urllib3.util.parse_url(address).auth
+            headers = self._urllib3.util.make_headers(proxy_basic_auth=unquote(user)) if user else None
+            return self._urllib3.ProxyManager(address, proxy_headers=headers, **how)
+        except self._urllib3.exceptions.LocationValueError:
+            raise Failure("the proxy's address has to begin with http:// or https://") from None
+
+    def _failure(self, response: Any) -> Failure | None:
+        if response.status not in (200, 206):
+            after = 0.0
+            with contextlib.suppress(self._urllib3.exceptions.InvalidHeader, ValueError, OverflowError):
+                after = self._urllib3.Retry().get_retry_after(response) or 0.0
+            return failure_of_status(response.status, after)
+        if response.headers.get("Content-Encoding", "identity").strip().lower() != "identity":
+            return Failure("the server sends files compressed, so ranges of them cannot be read")
+        return None
+
+    @contextlib.contextmanager
+    def _explained(self) -> Generator[None]:
+        """Raises errors of a connection as a Failure."""
+        kinds = self._urllib3.exceptions
+        try:
+            yield
+        except (kinds.NameResolutionError, kinds.LocationValueError):
+            raise Failure("the server's name cannot be found", True) from None
+        except (kinds.NewConnectionError, kinds.ProxyError):
             raise Failure("the server cannot be reached", True) from None
-        return connection
-
-    def _proxy(self, parts: SplitResult) -> SplitResult | None:
-        address = self._proxies.get(parts.scheme) or self._proxies.get("all")
-        if not address or _is_excluded(parts.hostname or "", self._excludes):
-            return None
-        proxy = urlsplit(address if "://" in address else f"http://{address}")
-        if proxy.scheme != "http" or not proxy.hostname:
-            raise Failure("the proxy's address has to begin with http://; https is tunnelled through it")
-        return proxy
-
-
-class _Timed(io.RawIOBase):
-    """A socket for `HTTPResponse`: every read has a time limit, and so have all of them together."""
-
-    def __init__(self, sock: Any, seconds: float, until: float) -> None:
-        super().__init__()
-        self._sock, self._file, self._seconds, self._until = sock, sock.makefile("rb", buffering=0), seconds, until
-        sock.settimeout(max(min(seconds, until - time.monotonic()), 0.001))
-
-    def makefile(self, mode: str) -> io.BufferedReader:
-        return io.BufferedReader(self)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        left = self._until - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        self._sock.settimeout(min(self._seconds, left))
-        return self._file.readinto(buffer)
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+        except kinds.TimeoutError:
+            raise Failure("the server stopped answering", True) from None
+        except kinds.HTTPError as error:
+            cause = error.args[-1] if error.args else None
+            if isinstance(cause, ssl.SSLCertVerificationError):
+                raise Failure("the server's certificate is not trusted") from None
+            broken = http.client.IncompleteRead, http.client.RemoteDisconnected
+            if isinstance(cause, http.client.HTTPException) and not isinstance(cause, broken):
+                raise Failure("the server's answer has invalid headers, or too many or too long ones") from None
+            raise Failure("the connection broke off", True) from None
 
 
-@contextlib.contextmanager
-def _explained() -> Generator[None]:
-    """Raises errors of a connection as a Failure."""
-    try:
-        yield
-    except TimeoutError:
-        raise Failure("the server stopped answering", True) from None
-    except ssl.SSLCertVerificationError:
-        raise Failure("the server's certificate is not trusted") from None
-    except socket.gaierror:
-        raise Failure("the server's name cannot be found", True) from None
-    except (OSError, http.client.IncompleteRead):
-        raise Failure(_BROKE_OFF, True) from None
-    except http.client.HTTPException:
-        raise Failure("the server's answer has invalid headers, or too many or too long ones") from None
-
-
-def _failure(response: http.client.HTTPResponse) -> Failure | None:
-    if response.status not in (200, 206):
-        return failure_of_status(response.status, response.headers.get("Retry-After", ""))
-    if response.headers.get("Content-Encoding", "identity").strip().lower() != "identity":
-        return Failure("the server sends files compressed, so ranges of them cannot be read")
-    return None
-
-
-def _meta(response: http.client.HTTPResponse, wanted: tuple[int, int] | None) -> dict[str, Any]:
+def _meta(response: Any, wanted: tuple[int, int] | None) -> dict[str, Any]:
     """The size and version of an object, from the headers of an answer, after a check of the range."""
     length = response.headers.get("Content-Length", "")  # `HTTPResponse` drops it if there is no body
     size = int(length) if length.isdecimal() and len(length) < 20 else -1
@@ -512,7 +450,7 @@ def _meta(response: http.client.HTTPResponse, wanted: tuple[int, int] | None) ->
         first, last, size = map(int, span.groups())
         if first != wanted[0] or last != min(wanted[1], size) - 1:
             raise Failure("the server answered with another range than the requested one")
-        if response.length is None:
+        if response.length_remaining is None:
             raise Failure("the server does not state the length of its answer")
     headers = response.headers
     return {"size": size, "e_tag": headers.get("ETag"), "last_modified": headers.get("Last-Modified")}
@@ -541,18 +479,6 @@ def _is_excluded(host: str, excludes: str) -> bool:
             if ipaddress.ip_address(host) in ipaddress.ip_network(entry, strict=False):
                 return True
     return False
-
-
-def _proxy_headers(proxy: SplitResult) -> dict[str, str]:
-    if proxy.username is None:
-        return {}
-    user = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}"
-    return {"Proxy-Authorization": f"Basic {base64.b64encode(user.encode()).decode()}"}
-
-
-def _close(idle: Mapping[Any, Iterable[http.client.HTTPConnection]]) -> None:
-    for connection in itertools.chain.from_iterable(idle.values()):
-        connection.close()
 
 
 def _text(value: str | bytes) -> str:

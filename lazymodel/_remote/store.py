@@ -123,7 +123,10 @@ class Store:
         self._pages: set[str] = {url.key} if url.folder and not self.lists else set()  # keys known not to be files
         self.retries = Retries(self.options.pop("retry_config", None))
         self._client: dict[str, Any] = dict(self.options.pop("client_options", None) or {})
-        self._obstore = required("obstore", f"{url.text}: reading from a URL", "'lazymodel[remote]'", CheckpointError)
+        self._obstore, _ = (
+            required(package, f"{url.text}: reading from a URL", "'lazymodel[remote]'", CheckpointError)
+            for package in ("obstore", "urllib3")
+        )
         self.repository: Repository | None = None
         if url.kind == "hf":
             self.repository = Repository(url.root, url.revision)

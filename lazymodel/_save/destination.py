@@ -86,7 +86,6 @@ def grouped(
 class Destination:
     """Where files go, into a file or a folder, and the steps there."""
 
-    direct = True  # whether files need not be in the page cache once they are written
     _inside: bool  # whether the path is a folder that files are put into
 
     def __init__(self, path: Path, files: list[SavedFile]) -> None:

@@ -30,11 +30,10 @@ from lazymodel._mapping.match import lazy_values
 from lazymodel._mapping.table import WeightMap
 from lazymodel._remote.path import Location, RemotePath, matching
 from lazymodel._remote.url import is_url
-from lazymodel._save import hdf5, numpy, orbax
+from lazymodel._save import hdf5, orbax
 from lazymodel._save.atomic import staging, writing
 from lazymodel._save.destination import SINGLE, Destination, FileDestination, FolderDestination, SaveOptions, layout
 from lazymodel._save.hdf5 import Hdf5Shards
-from lazymodel._save.numpy import NpyDestination, NpzDestination
 from lazymodel._save.orbax import OrbaxDestination
 from lazymodel._save.remote import RemoteDestination, check_writable, delete
 from lazymodel._save.write import check_budget, share_of, write_files
@@ -48,11 +47,11 @@ from lazymodel.checkpoints._checkpoint import DECIDING, KEY, described, is_compl
 from lazymodel.checkpoints._open import open_checkpoint, staging_folder, weight_files
 from lazymodel.checkpoints._orbax import find_item
 
-_SUFFIXES = {
-    ".safetensors": "safetensors", ".weights.json": "hdf5", ".h5": "hdf5", ".hdf5": "hdf5", ".npz": "numpy",
-}  # fmt: skip
+_SUFFIXES = {".safetensors": "safetensors", ".weights.json": "hdf5", ".h5": "hdf5", ".hdf5": "hdf5"}
 # Suffixes of other programs' files; a folder of such a name would look like one.
-_OF_OTHERS = (".gguf", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".onnx", ".keras", ".safetensor", ".zip")
+_OF_OTHERS = (
+    ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".onnx", ".keras", ".safetensor", ".zip", ".npz", ".npy"
+)  # fmt: skip
 # The terms of errors if processes that save together disagree.
 TERMS = {"done": "saved", "given": "tensors differ", "hint": "Save the same model in all processes"}
 DEFAULT_BUDGET = 256 << 20  # bytes; all threads with all they take, beyond which nothing gets faster
@@ -95,13 +94,13 @@ def save(
             the files.
         path: A file that ends with `.safetensors`, or a folder, which may hold other files; on a disk, or a URL that
             begins with `s3://`, `gs://` or `az://`. On disks also `.weights.h5` or `.h5`, as Keras writes them,
-            `.weights.json` for shards of it, and NumPy's `.npz`; for Orbax and `.npy` files a folder.
+            `.weights.json` for shards of it; for Orbax a folder.
         mapping: The `WeightMap` that the model was loaded with, undone; or a function that takes path → `LazyTensor`
             and returns a flat dict of tensor name → lazy tensor or array, made with NumPy. None keeps the paths.
-        format: `"safetensors"`, `"hdf5"`, `"numpy"`, or of folders `"npy"`, a file an array, and `"orbax"`; None goes
-            by the suffix, and a folder is safetensors. Orbax restores what it is given into the tree that was saved,
-            of NNX objects into their states; of a mapping, and of Keras models, into dicts with the parts of paths as
-            keys. Without a target it returns NumPy arrays.
+        format: `"safetensors"`, `"hdf5"`, or of folders `"orbax"`; None goes by the suffix, and a folder is
+            safetensors. Orbax restores what it is given into the tree that was saved, of NNX objects into their states;
+            of a mapping, and of Keras models, into dicts with the parts of paths as keys. Without a target it returns
+            NumPy arrays.
         max_shard_size: Bytes of tensors of one file in a folder, or `"5GB"`. A larger tensor has a file to itself.
         max_host_memory: Ceiling for staging in bytes, or `"1GiB"`; None is 256 MiB, and more where something has to be
             initialized whole.
@@ -193,7 +192,7 @@ def _roles(held: Mapping[str, Any]) -> tuple[bool, bool]:
 
 def _format(path: str | os.PathLike[str], format: str | None) -> str:
     """The format to save in; by default that of the suffix, and safetensors for a folder."""
-    if format is not None and format not in (known := sorted({*_SUFFIXES.values(), "npy", "orbax"})):
+    if format is not None and format not in (known := sorted({*_SUFFIXES.values(), "orbax"})):
         raise LazyModelError(f"format is one of {', '.join(known)}, or None; got {format!r}")
     name = os.fspath(path).partition("?")[0]
     by_name = next((kind for suffix, kind in _SUFFIXES.items() if name.endswith(suffix)), None)
@@ -202,8 +201,8 @@ def _format(path: str | os.PathLike[str], format: str | None) -> str:
             f"{name}: lazymodel writes no such files; the name is a folder's, or ends with one of "
             f"{', '.join(_SUFFIXES)}"
         )
-    if by_name is None and format in ("hdf5", "numpy"):
-        names = "x.weights.h5, or x.weights.json with its shards" if format == "hdf5" else 'x.npz, or format="npy"'
+    if by_name is None and format == "hdf5":
+        names = "x.weights.h5, or x.weights.json with its shards"
         raise LazyModelError(f"{name}: format={format!r} writes files; expected a name such as {names}")
     if None not in (by_name, format) and by_name != format:
         raise LazyModelError(f"{name}: the name is one of {by_name}, and format={format!r}; leave one of them out")
@@ -260,10 +259,6 @@ def _destination(
     if format == "safetensors":
         files = layout(tensors, options.shard_size, options.metadata, save_id)
         target = FileDestination(where, files) if options.shard_size is None else FolderDestination(where, files)
-    elif format == "numpy":
-        target = NpzDestination(where, [numpy.layout(tensors, where.name)])
-    elif format == "npy":
-        target = NpyDestination(Path(os.path.realpath(where)), numpy.folder_layout(tensors))
     elif format == "orbax":
         target = OrbaxDestination(Path(os.path.realpath(where)), orbax.layout(tensors, tree))
     else:
@@ -343,7 +338,7 @@ def convert(
             checkpoint = stack.enter_context(merge(checkpoint, adapter))
         if not is_url(destination):
             _check_apart(destination, [source, *checkpoint.files], format)
-            _check_hidden(destination, source, format)
+            _check_hidden(destination, source)
         names = selected(list(checkpoint), include, exclude)
         tensors = mapped({name: checkpoint[name] for name in names}, mapping)
         if wanted is not None:
@@ -405,22 +400,21 @@ def _check_apart(destination: str, files: Sequence[str], format: str | None) -> 
     where = os.path.realpath(destination)
     here = [file for file in files if not is_url(file)]
     for file in (*map(os.path.abspath, here), *map(os.path.realpath, here)):
-        below = where + os.sep if format in ("npy", "orbax") else None  # folders that are replaced as a whole
+        below = where + os.sep if format == "orbax" else None  # a folder that is replaced as a whole
         if where.endswith(".weights.json"):
             below = f"{where.removesuffix('.weights.json')}_"  # what its shards' names begin with
         if where in (file, os.path.dirname(file)) or (below is not None and file.startswith(below)):
             raise LazyModelError(f"{destination} is what is converted, or its folder; convert to another path")
 
 
-def _check_hidden(destination: str, source: str, format: str | None) -> None:
+def _check_hidden(destination: str, source: str) -> None:
     """Raises LazyModelError where a folder that is converted would be another checkpoint with the new one in it."""
     if is_url(source) or not os.path.isdir(source):
         return
     where, folder = os.path.realpath(destination), os.path.realpath(source)
     files = weight_files(Path(folder))
     loose = bool(files) and files[0].suffix == ".safetensors" and files[0].name != SINGLE
-    hidden = loose and os.path.dirname(where) == folder and where.endswith(".safetensors")
-    if hidden or (not files and format == "npy" and where.startswith(folder + os.sep)):
+    if loose and os.path.dirname(where) == folder and where.endswith(".safetensors"):
         raise LazyModelError(
             f"{destination} would be a part of {source}, which is what is converted; convert to another path"
         )

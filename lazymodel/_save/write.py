@@ -198,7 +198,7 @@ def write_files(
     unit = max((tensor.source.min_scratch_nbytes for tensor in tensors), default=0)
     threads = max(min(_THREADS, (budget - ahead) // (unit + 2 * _CHUNK)), 1)
     chunk = max(min(_CHUNK, ((budget - ahead) // threads - unit) // 2), 1)
-    writing = [_Writing(target.place(file), list(_jobs(group, chunk)), direct=target.direct) for file, group in pieces]
+    writing = [_Writing(target.place(file), list(_jobs(group, chunk))) for file, group in pieces]
     wants = [want for file in writing for piece, box, _ in file.jobs for want in required_ranges(piece.tensor, [box])]
     total = sum(tensor.nbytes for tensor in tensors)
     try:
@@ -219,9 +219,9 @@ def write_files(
 class _Writing:
     """A file that is written in several threads: open from its first job on, and on the disk after its last one."""
 
-    def __init__(self, path: Path, jobs: list[_Job], *, direct: bool) -> None:
+    def __init__(self, path: Path, jobs: list[_Job]) -> None:
         self.path, self.jobs, self._fd = path, jobs, -1
-        self._direct, self._flag = -1, getattr(os, "O_DIRECT", 0) if direct else 0
+        self._direct, self._flag = -1, getattr(os, "O_DIRECT", 0)
 
     def open(self) -> None:
         """Opens it, if it is not; not for two threads at once."""

@@ -43,7 +43,6 @@ from lazymodel._show.text import (
     format_bytes,
     grouped_by,
     listed,
-    parse_bytes,
     plural,
     unnumbered,
 )
@@ -76,6 +75,9 @@ Rules: TypeAlias = (
 _Found: TypeAlias = "dict[str, tuple[Any, Reason]]"  # path → the answer of a rule and its reason
 
 
+LARGE = 1 << 20  # bytes from which replicating a variable is a warning, and `auto` splits what it can
+
+
 @no_full_collections()
 def shard(
     model: AnyModel,
@@ -83,8 +85,6 @@ def shard(
     rules: Rules | None = None,
     *,
     on_unmatched: str = "warn",
-    large: int | str = "1MiB",
-    repair: bool | Auto = False,
 ) -> AnyModel:
     """Assigns a sharding to every variable.
 
@@ -115,13 +115,10 @@ def shard(
     Args:
         mesh: The devices and their axis names; an object with a `backend_mesh`, as Keras' `DeviceMesh`, is unwrapped.
         rules: As above.
-        on_unmatched: What to do about variables of at least `large` bytes that no rule matches (they are replicated
-            on every device): `"warn"`, `"error"` or `"ignore"`.
-        large: That threshold, in bytes or as `"16MiB"`. `lazymodel.auto()` replicates nothing of this size that can
-            be split.
-        repair: True gives variables whose sharding does not fit, and variables of at least `large` bytes that no rule
-            matches, the sharding that `lazymodel.auto()` proposes, without a warning. `explain()` lists them, and the
-            rules that matched nothing. Pass an `auto(...)` to set which axes are for what.
+        on_unmatched: What to do about variables of 1 MiB or more that no rule matches, which are replicated on every
+            device: `"warn"` or `"error"`. `"auto"` gives these, and variables whose sharding does not fit, the sharding
+            that `lazymodel.auto()` proposes, without a warning; `explain()` lists them, and the rules that matched
+            nothing.
 
     Raises:
         ShardingError: A rule matches nothing, names an unknown axis, uses one twice, does not divide a dimension
@@ -133,16 +130,16 @@ def shard(
         P('model',)
     """
     start = time.perf_counter()
-    if on_unmatched not in ("warn", "error", "ignore"):
-        raise ShardingError(f"on_unmatched is 'warn', 'error' or 'ignore'; got {on_unmatched!r}")
+    if on_unmatched not in ("error", "warn", "auto"):
+        raise ShardingError(f"on_unmatched is 'error', 'warn' or 'auto'; got {on_unmatched!r}")
     mesh = getattr(cast(Any, mesh), "backend_mesh", mesh)
     if not isinstance(cast(Any, mesh), Mesh | AbstractMesh):  # only names and sizes are used
         hint = "Make one with jax.sharding.Mesh(devices, axis_names)."
         raise ShardingError(f"mesh is a jax.sharding.Mesh; got {type(mesh).__name__}. {hint}")
-    rules, repair = named_rules(rules), named_rules(repair, "repair")
-    changed, model, threshold = model, model.as_read(), parse_bytes(large, name="large")
-    found, notes = read_rules(rules, model, mesh, threshold)
-    if notes and not repair:
+    rules = named_rules(rules)
+    changed, model = model, model.as_read()
+    found, notes = read_rules(rules, model, mesh, LARGE)
+    if notes and on_unmatched != "auto":
         if not is_layout_map(rules):
             raise ShardingError(f"{'; '.join(notes)}. Fix the pattern (the whole path must match) or remove the rule.")
         warn("; ".join(notes))
@@ -150,7 +147,7 @@ def shard(
     state = {path: variable for path, variable in model.items() if variable.follows is not None}
     kind = None if model.optimized is None else model.optimized.memory_kind
     ruled = own | {path: variable for path, variable in state.items() if path in found}
-    assigned = _assigned(ruled, found, mesh, kind, on_unmatched, threshold, repair)
+    assigned = _assigned(ruled, found, mesh, kind, on_unmatched)
     parameters = {path: assigned[path] for path in own}
     following = {path: variable for path, variable in state.items() if path not in found}
     assigned |= follow(following, parameters, mesh, kind)
@@ -165,8 +162,6 @@ def _assigned(
     mesh: Mesh,
     kind: str | None,
     on_unmatched: str,
-    threshold: int,
-    repair: bool | Auto,
 ) -> dict[str, AbstractVariable]:
     """The variables with shardings and reasons. `found`: answers of the rules; `kind`: of the optimizer's memory."""
     hosts: dict[str, Host] = {}
@@ -179,7 +174,7 @@ def _assigned(
         spec, reason = found.get(path, (None, unmatched))
         if kind is not None and variable.follows is not None and not isinstance(spec, Host | Sharding | Format):
             spec = Host(spec, kind)
-        if isinstance(spec, Host):  # raises for an unknown kind of memory, which `repair` cannot fix
+        if isinstance(spec, Host):  # raises for an unknown kind of memory, which `auto` cannot fix
             in_memory(NamedSharding(mesh, PartitionSpec()), spec.memory_kind, path)
             hosts[path] = spec
         try:
@@ -189,9 +184,9 @@ def _assigned(
     left = [path for path in variables if path not in found] if mesh.size > 1 else []
     followed = follow_weights(assigned, left) if left else {}
     assigned |= followed
-    replicated = [variables[p] for p in left if p not in followed and variables[p].nbytes >= threshold]
-    if repair and (mismatches or replicated):
-        proposals = (repair if isinstance(repair, Auto) else Auto()).propose(variables, mesh, large=threshold)
+    replicated = [variables[p] for p in left if p not in followed and variables[p].nbytes >= LARGE]
+    if on_unmatched == "auto" and (mismatches or replicated):
+        proposals = Auto().propose(variables, mesh, large=LARGE)
         mismatches |= {variable.path: "no rule matches it" for variable in replicated}
         for path, why in mismatches.items():
             spec, reason = proposals[path]
@@ -202,15 +197,15 @@ def _assigned(
         # Paths that differ only in their numbers share one line.
         groups = grouped_by(mismatches, lambda path: (unnumbered(path), mismatches[path].replace(repr(path), "", 1)))
         lines = first_lines([repr(fold(paths)) + text for (_, text), paths in groups.items()])
-        hint = "Fix the rules, or pass repair=True to shard(), which uses the shardings of lm.auto() for these."
+        hint = "Fix the rules, or pass on_unmatched='auto', which uses the shardings of lm.auto() for these."
         raise ShardingError("\n".join([*lines, hint]))
-    elif on_unmatched != "ignore" and (most := [variable for variable in replicated if not variable.on_host]):
+    elif most := [variable for variable in replicated if not variable.on_host]:
         most.sort(key=lambda variable: -variable.nbytes)
         message = (
-            f"{len(most)} variables of at least {format_bytes(threshold)} match no sharding rule and are replicated on "
+            f"{len(most)} variables of at least {format_bytes(LARGE)} match no sharding rule and are replicated on "
             f"all {mesh.size} devices ({format_bytes(sum(v.nbytes for v in most))} each): "
             f"{listed(f'{v.path} {v.shape} {format_bytes(v.nbytes)}' for v in most)}. Add a rule for them "
-            "(PartitionSpec() replicates), or pass repair=True to shard() to split them."
+            "(PartitionSpec() replicates), or pass on_unmatched='auto' to split them."
         )
         if on_unmatched == "error":
             raise ShardingError(message)
@@ -304,15 +299,15 @@ def read_rules(
     return texts, ()
 
 
-def named_rules(rules: Any, what: str = "rules") -> Any:
-    """Returns the rules for a name or for the function that makes them; others unchanged. `what`: the parameter's name.
+def named_rules(rules: Any) -> Any:
+    """Returns the rules for a name or for the function that makes them; others unchanged.
 
     Raises:
         ShardingError: The name is unknown.
     """
     if isinstance(rules, str) and rules != "auto":
         raise ShardingError(
-            f"{what}={rules!r} is not known{closest(rules, ['auto'])}; the only name is 'auto', short for lm.auto(). "
+            f"rules={rules!r} is not known{closest(rules, ['auto'])}; the only name is 'auto', short for lm.auto(). "
             f"A rule for paths is written {{{rules!r}: PartitionSpec(…)}}"
         )
     return auto() if rules is auto or rules is Auto or isinstance(rules, str) else rules
@@ -488,7 +483,7 @@ def explain(model: ModelSpec, path: str | None = None) -> Explanation | Sharding
     Returns:
         Both print as text. For a variable: its spec, shard bytes, the rule or role that decided, and the alternatives
         considered. For the model: bytes on the most and least loaded device, replicated variables and why, variables
-        that `repair` changed, guesses of `auto`, and rules that matched nothing.
+        that `on_unmatched="auto"` changed, guesses of `auto`, and rules that matched nothing.
 
     Raises:
         KeyError: There is no such variable.
@@ -557,7 +552,7 @@ class ShardingReport(Report):
     offloaded: Mapping[str, str]  # path and reason of variables in the hosts' memory, such as `pinned_host`
     offloaded_nbytes: int  # bytes of these that a host holds for one device, at most
     unmatched: tuple[str, ...]  # paths that no rule matched
-    repaired: Mapping[str, str]  # path and reason of variables that `repair` changed
+    repaired: Mapping[str, str]  # path and reason of variables that `on_unmatched="auto"` changed
     guessed: Mapping[str, str]  # path → what the guess of `auto` for the dimension to split is based on
     notes: tuple[str, ...]  # one for each rule that matched nothing
 

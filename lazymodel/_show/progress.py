@@ -1,4 +1,4 @@
-"""Progress of running work: a bar for interactive use, lines for a log, calls for a program, timelines.
+"""Progress of running work: a bar of rich for interactive use, `logging`, calls for a program; timelines.
 
 A timeline has spans since the process started, as a table with bars, as a figure and in a page; callers measure and
 name them.
@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import html
-import math
+import logging
 import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
+from importlib.util import find_spec
 from typing import Any, Protocol, Self, TypeAlias, runtime_checkable
 
 from lazymodel._errors import LazyModelError
 from lazymodel._show import clock
-from lazymodel._show.page import Spans
 from lazymodel._show.table import Column, Table, Tabled, plain, terminal_width
 from lazymodel._show.text import PALETTE, empty_figure, finished_figure, format_bytes, grouped_by, printable
 
-_REDRAW_SECONDS = 0.2  # between redraws of a notebook's bar
-_LINE_SECONDS = 5.0  # between lines: loading for an hour writes some hundred lines to a log
+_LOGGER = logging.getLogger("lazymodel")
+_LOG_SECONDS = 5.0  # between lines: loading for an hour writes some hundred of them
 
 # The argument `report=` of a method; a callable gets the method's report.
 ReportTo: TypeAlias = "bool | Callable[[Any], object] | None"
@@ -81,18 +80,16 @@ ProgressTo: TypeAlias = "bool | Progress | Callable[[int, int], object] | None"
 def progress_for(to: ProgressTo) -> Progress:
     """The reporter for a user's `progress` argument.
 
-    None draws a bar for interactive use: standard error is a terminal, or this is a notebook. True writes lines if no
-    bar can be drawn. A callable is never called by two threads at once.
+    None draws a bar for interactive use: standard error is a terminal, or this is a notebook with ipywidgets. True logs
+    if no bar can be drawn. A callable is never called by two threads at once.
 
     Raises:
         LazyModelError: It is none of these.
     """
-    if to is None:
-        to = _in_notebook() or _is_terminal(sys.stderr)
-    if isinstance(to, bool):
-        if not to:
-            return _Reporter()
-        return _NotebookBar() if _in_notebook() else _TerminalBar() if _is_terminal(sys.stderr) else _Lines()
+    if to is None or to is True:
+        return _Bar() if _can_draw() else _Log() if to else _Calls(lambda done, total: None)
+    if to is False:
+        return _Calls(lambda done, total: None)
     if isinstance(to, Progress):
         return to
     if callable(to):
@@ -113,96 +110,51 @@ def reported(bar: Progress, total_nbytes: int, description: str) -> Generator[No
         bar.finish()
 
 
-class _Reporter:
-    """Counts finished bytes, one thread at a time, and draws them at most every `interval` seconds; here not at all."""
-
-    interval = 0.0
-    names = False  # True to show the name of what was finished last, rather than that of all work
-
-    def __init__(self) -> None:
-        self._lock, self._running = threading.Lock(), False
-
-    def start(self, total_nbytes: int, description: str) -> None:
-        with self._lock:
-            self.description, self.done, self.total = printable(description), 0, total_nbytes
-            self._started = self._drawn = time.monotonic()
-            self._running = True
-            self.begin()
-
-    def advance(self, nbytes: int, description: str | None = None) -> None:
-        with self._lock:
-            if not self._running:
-                return
-            self.done += nbytes
-            if description is not None and self.names:
-                self.description = printable(description)
-            if time.monotonic() - self._drawn >= self.interval:
-                self._drawn = time.monotonic()
-                self.draw()
-
-    def finish(self) -> None:
-        with self._lock:
-            if self._running:
-                self.end()
-            self._running = False
-
-    def begin(self) -> None: ...
-
-    def draw(self) -> None: ...
-
-    def end(self) -> None:
-        self.draw()
-
-    def state(self) -> tuple[str, float, float]:
-        """Bytes done of the total as text, seconds since the start, and bytes per second, 0 if unknown."""
-        seconds = time.monotonic() - self._started
-        rate = self.done / seconds if seconds > 0 else 0.0
-        text = f"{format_bytes(self.done)} of {format_bytes(self.total)}"
-        return text, seconds, rate
-
-
-class _Calls(_Reporter):
+class _Calls:
     """Calls a function with bytes done and total bytes."""
 
     def __init__(self, function: Callable[[int, int], object]) -> None:
-        super().__init__()
-        self._function, self._last = function, -1
+        self._function, self._lock = function, threading.Lock()
 
-    def begin(self) -> None:
-        self._last = -1
-        self.draw()
+    def start(self, total_nbytes: int, description: str) -> None:
+        self._done, self._total = 0, total_nbytes
+        self._function(0, total_nbytes)
 
-    def draw(self) -> None:
-        if self.done != self._last:  # an update may only have a name
-            self._last = self.done
-            self._function(self.done, self.total)
+    def advance(self, nbytes: int, description: str | None = None) -> None:
+        with self._lock:
+            if nbytes:  # an update may only have a name
+                self._done += nbytes
+                self._function(self._done, self._total)
 
-
-class _Lines(_Reporter):
-    """If no bar can be drawn, writes lines to standard error: at most every few seconds, and at the end."""
-
-    interval = _LINE_SECONDS
-
-    def draw(self) -> None:
-        text, seconds, rate = self.state()
-        minutes, rest = divmod(int(seconds), 60)
-        took = f"{seconds:.1f} s" if seconds < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
-        percent = 100 * self.done // self.total if self.total else 100
-        line = f"{self.description}: {percent}%, {text} in {took}{f', {format_bytes(rate)}/s' if rate else ''}\n"
-        stream = sys.stderr
-        # The stream may be missing or closed, or the reader of a pipe has gone: the work continues.
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.write(line)  # in one call, since other processes may write there as well
-            stream.flush()
+    def finish(self) -> None: ...
 
 
-class _TerminalBar(_Reporter):
-    """A bar on standard error with bytes, rate and time left; it is removed when the work ends."""
+class _Log:
+    """Logs at most every few seconds, and at the end."""
 
-    names = True
-    bar: Any = None
+    def start(self, total_nbytes: int, description: str) -> None:
+        self._lock, self._description, self._done, self._total = threading.Lock(), description, 0, total_nbytes
+        self._started = self._logged = time.monotonic()
 
-    def begin(self) -> None:
+    def advance(self, nbytes: int, description: str | None = None) -> None:
+        with self._lock:
+            self._done += nbytes
+            if time.monotonic() - self._logged >= _LOG_SECONDS:
+                self._logged = time.monotonic()
+                self.finish()
+
+    def finish(self) -> None:
+        seconds = time.monotonic() - self._started
+        percent = 100 * self._done // self._total if self._total else 100
+        rate = f", {format_bytes(self._done / seconds)}/s" if seconds else ""
+        text = f"{percent}%, {format_bytes(self._done)} of {format_bytes(self._total)} in {seconds:.1f} s{rate}"
+        _LOGGER.info("%s: %s", printable(self._description), text)
+
+
+class _Bar:
+    """A bar of rich on standard error, or in a notebook's cell; it is removed when the work ends."""
+
+    def start(self, total_nbytes: int, description: str) -> None:
         from rich.console import Console
         from rich.errors import LiveError
         from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -211,7 +163,7 @@ class _TerminalBar(_Reporter):
 
         # No markup: a variable may be named "[red]". One line: a bar that wraps cannot be redrawn in place.
         one_line = Column(ratio=1, no_wrap=True, overflow="ellipsis")
-        bar = RichProgress(
+        self.bar: Any = RichProgress(
             TextColumn("{task.description}", markup=False, table_column=one_line),
             BarColumn(bar_width=24),
             DownloadColumn(binary_units=True, table_column=Column(no_wrap=True)),
@@ -222,57 +174,29 @@ class _TerminalBar(_Reporter):
             expand=True,
             redirect_stdout=False,  # a program's standard output must not go to standard error
         )
-        self._task = bar.add_task(self.description, total=self.total)
+        self._task = self.bar.add_task(printable(description), total=total_nbytes)
         # A terminal can show one display; the program may already draw its own.
         with contextlib.suppress(LiveError):
-            bar.start()
-            self.bar = bar
+            self.bar.start()
 
-    def draw(self) -> None:
-        if self.bar is not None:
-            self.bar.update(self._task, completed=self.done, description=self.description)
+    def advance(self, nbytes: int, description: str | None = None) -> None:
+        named = {} if description is None else {"description": printable(description)}
+        self.bar.update(self._task, advance=nbytes, **named)
 
-    def end(self) -> None:
-        if self.bar is not None:
-            self.bar.stop()  # restores the cursor and the line
-        self.bar = None
+    def finish(self) -> None:
+        self.bar.stop()  # restores the cursor and the line
 
 
-class _NotebookBar(_Reporter):
-    """A bar in a notebook's cell; needs only IPython, while rich's own bar needs widgets."""
-
-    interval, names = _REDRAW_SECONDS, True
-
-    def begin(self) -> None:
-        self._handle: Any = None
-        self.draw()
-
-    def draw(self) -> None:
-        from IPython.display import HTML, display  # pyright: ignore
-
-        text, _, rate = self.state()
-        left = math.ceil(max(self.total - self.done, 0) / rate) if rate else 0
-        text += f", {format_bytes(rate)}/s" * bool(rate) + f", {left // 60}:{left % 60:02d} left" * bool(left)
-        bar = f'<progress value="{self.done}" max="{max(self.total, 1)}"></progress>'
-        drawn = HTML(f"<div>{bar} {html.escape(text)} {html.escape(self.description)}</div>")
-        if self._handle is None:
-            self._handle = display(drawn, display_id=True)
-        else:
-            self._handle.update(drawn)
-
-
-def _is_terminal(stream: Any) -> bool:
-    # Programs without a console (pythonw, some servers) have no standard error, or a closed one.
-    try:
-        return stream is not None and bool(stream.isatty())
-    except ValueError:
-        return False
-
-
-def _in_notebook() -> bool:
+def _can_draw() -> bool:
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
-    return getattr(shell, "kernel", None) is not None
+    if getattr(shell, "kernel", None) is not None:
+        return find_spec("ipywidgets") is not None
+    # Programs without a console (pythonw, some servers) have no standard error, or a closed one.
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError):
+        return False
 
 
 _WIDTH = 48  # columns of a bar in a terminal, if it is wide enough
@@ -395,11 +319,6 @@ class Timeline(Tabled, list[Span]):
         axes.set_xlim(begin, end)
         axes.set_xlabel(_AXIS)
         return finished_figure(drawn, name, path)
-
-    def section(self) -> Spans:
-        """The section of a page that shows it."""
-        rows, _, _ = self._rows()
-        return Spans("What took how long", [(label, intervals) for label, *_, intervals in rows if intervals], _AXIS)
 
     def _rows(self) -> tuple[list[_Row], float, float]:
         """The rows, and the limits of the bars.

@@ -1,4 +1,5 @@
-"""Reports: columns, rows and a summary are defined once, and shown in a terminal, in a notebook and on a page.
+"""Reports: columns, rows and a summary are defined once, and shown in a terminal, in a notebook and on a page, which is
+what rich exports.
 
 A model has thousands of variables and a person reads about forty lines, so rows whose names differ only in numbers are
 folded into one (`block_{0..25}/query/kernel`, 26 of them). In a terminal, names are shown without control characters
@@ -7,6 +8,7 @@ and markup; in HTML they are escaped. Rich draws a table in a terminal; in a not
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import heapq
@@ -16,12 +18,13 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self, cast
 
 import jax
 import numpy as np
 
-from lazymodel._show.page import Grid, Section, Text, save_page
+from lazymodel._errors import LazyModelError
 from lazymodel._show.text import fold, format_bytes, grouped_by, grouped_names, printable, unnumbered
 
 _MAX_ROWS = 40  # rows of a table; the smallest further ones are only counted
@@ -144,13 +147,32 @@ class Table:
 
     def text(self) -> str:
         """The text for a terminal, with its width and no colours. A narrow terminal folds names, never numbers."""
+        console, width = _console(), terminal_width()
+        with console.capture() as captured:
+            if self.title:
+                console.print(_line(self.title), width=width)
+            if self.rows:
+                console.print(self._grid(width), width=_ANY)
+            for line in self.lines:
+                console.print(_line(line), width=width)
+        return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+    def print_whole(self, console: Any) -> None:
+        """Prints it for a page: the lines first, then every row, with the columns that only pages show."""
+        first, *others = self.columns
+        columns = [dataclasses.replace(first, merge=None), *(dataclasses.replace(each, page=False) for each in others)]
+        whole = dataclasses.replace(self, columns=columns)
+        for line in (self.title, *self.lines, ""):
+            console.print(_line(line), width=_FALLBACK_WIDTH)
+        if whole.rows:
+            console.print(whole._grid(_ANY), "", width=_ANY)
+
+    def _grid(self, width: int) -> Any:
         from rich.box import SIMPLE_HEAD
         from rich.cells import cell_len
-        from rich.console import Console
         from rich.table import Table as RichTable
-        from rich.text import Text as RichText
 
-        width, sizes, least = terminal_width(), list[int](), list[int]()
+        sizes, least = list[int](), list[int]()
         for place, column in enumerate(self.shown):
             cells = [column.heading, *(row[place] for row in self.rows)]
             outer = place in (0, len(self.shown) - 1) and not column.right
@@ -163,15 +185,10 @@ class Table:
         grid = RichTable(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
         for column, size in zip(self.shown, sizes, strict=True):
             justify = "right" if column.right else "left"
-            grid.add_column(RichText(column.heading), width=size, justify=justify, overflow="fold")
+            grid.add_column(_line(column.heading), width=size, justify=justify, overflow="fold")
         for row in self.rows:
-            grid.add_row(*map(RichText, row))
-        console = Console(file=io.StringIO(), width=_ANY, color_system=None, force_jupyter=False, legacy_windows=False)
-        parts = [*([RichText(printable(self.title))] if self.title else []), *([grid] if self.rows else [])]
-        with console.capture() as captured:
-            for part in (*parts, *(RichText(printable(line)) for line in self.lines)):
-                console.print(part, width=_ANY if part is grid else width)
-        return "\n".join(line.rstrip() for line in captured.get().splitlines())
+            grid.add_row(*map(_line, row))
+        return grid
 
     def html(self) -> str:
         """The HTML for a notebook: self-contained, without colours, so that it works on light and dark pages."""
@@ -190,13 +207,18 @@ class Table:
             parts.append(f"<p>{'<br/>'.join(html.escape(printable(line)) for line in self.lines)}</p>")
         return f"<div>{''.join(parts)}</div>"
 
-    def grid(self, title: str) -> Grid:
-        """The grid for a page: a row for each thing, with the columns that only pages show."""
-        rows = [
-            [{"nbytes": cell} if column.is_bytes else cell for column, cell in zip(self.columns, row, strict=True)]
-            for row in self.cells
-        ]
-        return Grid(title, [column.heading for column in self.columns], rows)
+
+def _line(text: str) -> Any:
+    from rich.text import Text  # names are never markup
+
+    return Text(printable(text))
+
+
+def _console(**options: Any) -> Any:
+    from rich.console import Console
+
+    plain = {"color_system": None, "force_jupyter": False, "legacy_windows": False}
+    return Console(file=io.StringIO(), width=_ANY, **plain, **options)
 
 
 def terminal_width() -> int:
@@ -225,25 +247,39 @@ class Report(Tabled):
         """Everything as lists, dicts, strings and numbers, which `json` writes and reads back equal."""
         return plain(self)
 
-    def sections(self) -> list[Section]:
-        """Sections of its page."""
-        table = self.table()
-        return [Text(table.lines), *self.charts(), table.grid("Variables")]
+    def page_tables(self) -> list[Table]:
+        """The tables of its page."""
+        return [self.table()]
 
-    def charts(self) -> list[Section]:
-        """Sections of its page between the summary and the table."""
-        return []
+    def drawing(self) -> str:
+        """What its page begins with, as HTML."""
+        return ""
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it as a page: one HTML file that works offline; needs plotly.
+        """Writes it as a page: one HTML file without scripts, with every row of its tables.
 
-        A plan's page shows what a device holds, modules by size, and every variable, with its sharding drawn on the
-        mesh and the reason for it; variables can be filtered by path.
+        A plan's page shows what a device holds against its memory, and for every variable the reason of its sharding.
 
         Raises:
-            LazyModelError: plotly is not installed, or the file cannot be written.
+            LazyModelError: The file cannot be written.
         """
-        save_page(path, self.table().title, self.sections())
+        console, path = _console(record=True), Path(path)
+        for table in self.page_tables():
+            table.print_whole(console)
+        title, content = html.escape(self.table().title), console.export_html(code_format="{code}", inline_styles=True)
+        text = (
+            '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+            f'<meta name="color-scheme" content="light dark"><title>{title}</title></head>'
+            f"\n<body>{self.drawing()}<pre>{content}</pre></body></html>\n"
+        )
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")  # the old file stays until the new one is complete
+        try:
+            unfinished.write_text(text, encoding="utf-8")
+            unfinished.replace(path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+            raise LazyModelError(f"cannot write {os.fspath(path)}: {error.strerror or error}") from error
 
 
 def plain(value: Any) -> Any:

@@ -24,7 +24,6 @@ from lazymodel._remote.path import Location, RemotePath, matching
 from lazymodel._remote.requests import Unavailable
 from lazymodel._remote.store import cached_commit, cached_snapshot, is_offline
 from lazymodel._remote.url import is_url
-from lazymodel._show.page import Bars, Grid, Section, Treemap, Verdict
 from lazymodel._show.table import Column, Report, Table, plain, shape_text
 from lazymodel._show.text import first_lines, format_bytes, plural, printable
 from lazymodel.checkpoints._checkpoint import Checkpoint, DecodedCheckpoint, decoded, newest_step, place_of
@@ -498,17 +497,14 @@ class CheckpointSummary(Report):
         own = {"num_tensors": len(self.tensors), "nbytes": self.nbytes, "dtypes": self.dtypes}
         return plain(dataclasses.replace(self, metadata={})) | own | {"metadata": self.metadata}  # as deep as files say
 
-    def sections(self) -> list[Section]:
-        """Parts of its page."""
+    def page_tables(self) -> list[Table]:
+        """The tables of its page."""
         problems = [problem.message for problem in self.problems]
-        count = f"{plural(len(problems), 'problem')} found" if problems else "No problems found"
-        sections: list[Section] = [Verdict(count, not problems, [self._line(), *problems])]
-        if self.tensors:
-            sizes = {tensor.name.replace(".", "/"): tensor.nbytes for tensor in self.tensors}
-            sections += [Bars("Bytes by dtype", {"all tensors": self.dtypes}), Treemap("Names by bytes", sizes)]
-        sections += [self._tensor_table().grid("Tensors"), self.table().grid("Files")]
+        count = f"{plural(len(problems), 'problem')} found" if problems else "no problems found"
         metadata = [(key, str(value)) for key, value in self.metadata.items()]
-        return [*sections, *([Grid("Metadata", ("key", "value"), metadata)] if metadata else [])]
+        columns = (Column("key"), Column("value"))
+        tables = [self.table(), Table(count, columns, [], problems), self._tensor_table()]
+        return [*tables, *([Table("metadata", columns, metadata)] if metadata else [])]
 
     def _line(self) -> str:
         size = f"{format_bytes(self.nbytes)} in {plural(len(self.files), 'file')}"

@@ -25,6 +25,7 @@ from safetensors.numpy import save_file
 
 import lazymodel as lm
 from tests.foreign_memory import MEMORIES
+from tests.small import shard_small
 
 LAYERS = 4
 BUDGETS = [None, 256, 24]  # MiB; where CPU devices stand in, KiB
@@ -127,7 +128,7 @@ def test_other_memory(
 
 def test_auto(tmp_path: Path, mesh: Mesh, size: int) -> None:
     arrays = layers(size, jnp.bfloat16)
-    sharded = abstract(arrays).shard(mesh, lm.auto(), large=2 * size)
+    sharded = shard_small(abstract(arrays), mesh, lm.auto(), large=2 * size)
     plan = sharded.plan(saved(arrays, tmp_path))
     total = sum(array.nbytes for array in arrays.values())
     assert plan.device_nbytes <= 1.1 * total / mesh.size

@@ -35,6 +35,7 @@ from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 from tests.collectives import collectives, sent_nbytes
+from tests.small import shard_small
 
 BATCH, LENGTH, WIDTH, VOCABULARY = 8, 128, 512, 4096
 
@@ -64,7 +65,7 @@ def _tunix(cls: Any, config: Any) -> Case:
     def forward(state: Any, tokens: Any) -> Any:
         return nnx.merge(graph, state)(tokens, positions, None, mask.repeat(BATCH, 0))[0]
 
-    return Case(abstract, forward, _tokens, lambda model, mesh: model.shard(mesh, on_unmatched="ignore"))
+    return Case(abstract, forward, _tokens, lambda model, mesh: shard_small(model, mesh, on_unmatched="ignore"))
 
 
 _LAYERS = {"num_layers": 2, "embed_dim": WIDTH, "num_heads": 16, "head_dim": 64, "num_kv_heads": 8}
@@ -186,7 +187,7 @@ def _keras_hub(name: str) -> Case:
     def rules(abstract: lm.AbstractModel, mesh: Mesh) -> lm.AbstractModel:
         shape = tuple(mesh.shape.values())
         devices = keras.distribution.DeviceMesh(shape, list(mesh.axis_names), keras.distribution.list_devices())
-        return abstract.shard(mesh, cls.get_layout_map(devices), on_unmatched="ignore")
+        return shard_small(abstract, mesh, cls.get_layout_map(devices), on_unmatched="ignore")
 
     return Case(abstract, forward, _tokens, rules, ("batch", "model"))
 

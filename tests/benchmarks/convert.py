@@ -33,8 +33,6 @@ FORMATS = {
     "safetensors, shards": ["out", "--shard-size", "200MB"],
     "hdf5": ["out.weights.h5"],
     "hdf5, shards": ["out.weights.json", "--shard-size", "200MB"],
-    "numpy": ["out.npz"],
-    "npy": ["out", "--to", "npy"],
     "orbax": ["out", "--to", "orbax"],
 }
 

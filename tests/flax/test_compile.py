@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -73,23 +72,6 @@ def test_nnx_split_and_merge(abstract: lm.AbstractModel) -> None:
     with compile_events() as events:
         step(*nnx.split(model), X)
     assert events == []
-
-
-@pytest.mark.parametrize("static", [True, False])
-def test_nnx_split_and_kept(abstract: lm.AbstractModel, tmp_path: Path, static: bool) -> None:
-    expected: list[Any] = []
-    for cache in ("kept: no program yet", "kept: hit"):
-        jax.clear_caches()
-        step = jax.jit(lambda graph, state, x: loss(nnx.merge(graph, state), x), static_argnums=0 if static else None)
-        compiled, reports = lm.Compile(step, X, keep=tmp_path).of(nnx.split), list[lm.LoadReport]()
-        model = abstract.materialize(compile=compiled, report=reports.append)
-        assert reports[0].compiled[0].cache == cache
-        with compile_events() as events:
-            expected.append(compiled(*nnx.split(model), X))
-        assert events == []
-    assert expected[0] == expected[1]
-    with pytest.raises(lm.LazyModelError, match=r"keep= is for functions of jax\.jit.*nnx\.split"):
-        abstract.materialize(compile=lm.Compile(nnx.jit(loss), X, keep=tmp_path))
 
 
 @pytest.mark.parametrize(("abstract", "donated"), [("one device", ()), ("sharded", (0, 1))], indirect=["abstract"])

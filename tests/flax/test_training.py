@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 from tests.resuming import Batches, assert_same, assert_same_values
+from tests.small import shard_small
 
 optax = pytest.importorskip("optax")
 OPTIMIZER = optax.adamw(1e-2)
@@ -117,7 +118,7 @@ def test_two_steps_and_two_are_four(tmp_path: Path, mesh8: Mesh, name: str) -> N
     case = CASES[name]
 
     def sharded(mesh: Mesh) -> Any:
-        return case.build().shard(mesh, {".*kernel": P("model"), ".*": P()}, on_unmatched="ignore")
+        return shard_small(case.build(), mesh, {".*kernel": P("model"), ".*": P()}, on_unmatched="ignore")
 
     def train(state: Any, batches: Batches, count: int) -> Any:
         for _ in range(count):
@@ -148,7 +149,7 @@ def test_a_live_module_is_a_source(tmp_path: Path, mesh8: Mesh) -> None:
     model, optimizer = nnx_pair()
     update(model, optimizer, X)
     trained = lm.build_abstract(Net, nnx.Rngs(1)).with_optimizer(OPTIMIZER)
-    pair = trained.shard(mesh8, {".*kernel": P("model")}, on_unmatched="ignore").materialize((model, optimizer))
+    pair = shard_small(trained, mesh8, {".*kernel": P("model")}, on_unmatched="ignore").materialize((model, optimizer))
     assert pair[0].up.kernel[...].sharding.spec == P("model")
     assert_same_values(content(pair), content((model, optimizer)))
     plain = lm.build_abstract(Net, nnx.Rngs(1))

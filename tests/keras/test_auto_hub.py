@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 from tests.collectives import sent_nbytes
+from tests.small import shard_small
 
 from .hub_configs import BACKBONES
 from .models import device_mesh, outputs_of
@@ -33,7 +34,7 @@ def hub_mesh(shape: tuple[int, int]) -> Mesh:
 
 def check_specs(abstract: lm.AbstractModel, shape: tuple[int, int]) -> lm.AbstractModel:
     """Shards, and checks that every variable has a spec and that nothing is whole which could be split, if large."""
-    sharded = abstract.shard(hub_mesh(shape), lm.auto(), large="4KiB")
+    sharded = shard_small(abstract, hub_mesh(shape), lm.auto(), large=4 << 10)
     for path, variable in sharded.items():
         assert variable.reason is not None, path
         assert variable.reason.text, path
@@ -91,7 +92,7 @@ def sent(abstract: lm.AbstractModel, model: Any, mesh: Mesh) -> int:
 def test_published_layouts_are_equalled_or_bettered(cls: Any, config: dict[str, int], shape: tuple[int, int]) -> None:
     abstract, model = lm.build_abstract(cls, **config), cls(**config)
     mesh = hub_mesh(shape)
-    published = abstract.shard(mesh, cls.get_layout_map(device_mesh(*shape)), on_unmatched="ignore")
+    published = shard_small(abstract, mesh, cls.get_layout_map(device_mesh(*shape)), on_unmatched="ignore")
     proposed = abstract.shard(mesh, lm.auto())
     assert proposed.explain().fullest_nbytes <= published.explain().fullest_nbytes
     assert sent(proposed, model, mesh) <= sent(published, model, mesh)
@@ -111,7 +112,7 @@ def test_repair_of_a_published_layout_that_does_not_fit() -> None:
     abstract = lm.build_abstract(cls, **{**_GEMMA, "num_key_value_heads": 1})
     layout_map = cls.get_layout_map(mesh)
     layout_map["gone"] = ("model",)
-    sharded = abstract.shard(mesh, layout_map, repair=True)
+    sharded = abstract.shard(mesh, layout_map, on_unmatched="auto")
     report = sharded.explain()
     assert list(report.repaired) == [f"decoder_block_0/attention/{name}/kernel" for name in ("key", "value")]
     assert sharded["decoder_block_0/attention/key/kernel"].spec == P()  # small, and each device needs the whole head

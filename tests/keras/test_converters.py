@@ -31,6 +31,7 @@ import lazymodel as lm
 import lazymodel_keras as lk
 from tests.conftest import child_environment
 from tests.core.checkpoints._formats import torch_file
+from tests.small import shard_small
 
 from . import hugging_face_models
 from .converter_folders import ASKED_FOR, asked_for, write_asked_for, write_hugging_face
@@ -65,7 +66,7 @@ def _check(cls: Any, write: Callable[..., Path], what: Any, tmp_path: Path, mesh
         assert [path for path in eager if abstract[path].nbytes > 4096] == []
         if not index and getattr(what, "name", what) != "gpt_oss":  # whose 4-bit blocks no configuration declares here
             _check_recorded(abstract, folder)
-        placed = abstract.shard(mesh, lm.auto(), on_unmatched="ignore") if index % 2 else abstract
+        placed = shard_small(abstract, mesh, lm.auto(), on_unmatched="ignore") if index % 2 else abstract
         assert_same(stock, placed.materialize(), outputs=False)
 
 
@@ -170,7 +171,7 @@ def test_a_converter_that_opens_files_itself(tmp_path: Path, mesh8: Mesh) -> Non
     for name, values in projections.items():
         write_safetensors_folder(folder / name, {}, {"linear.weight": values})
     cls = keras_hub.models.Gemma3Backbone
-    ours = seeded(lambda: lk.from_preset(cls, str(folder), mesh=mesh8, rules=lm.auto(), on_unmatched="ignore"))
+    ours = seeded(lambda: lk.from_preset(cls, str(folder), mesh=mesh8, rules=lm.auto()))
     assert_same(seeded(lambda: cls.from_preset(str(folder))), ours, outputs=False)
     for layer, values in zip(("pooling_dense_1", "embedding_projection"), projections.values(), strict=True):
         kernel = ours.get_layer(layer).kernel.value
@@ -182,7 +183,7 @@ def test_timm(tmp_path: Path, mesh8: Mesh) -> None:
     """Against the tensors themselves: stock takes its time to build and assign a whole ResNet."""
     made = asked_for("resnet18")
     folder = str(write_asked_for(tmp_path / "resnet18", "resnet18", dtype=ml_dtypes.bfloat16, shards=2))
-    ours = lk.from_preset(made.cls, folder, mesh=mesh8, rules=lm.auto(), on_unmatched="ignore", **made.load)
+    ours = lk.from_preset(made.cls, folder, mesh=mesh8, rules=lm.auto(), **made.load)
     found = {tuple(v.shape): np.asarray(v.value) for v in ours.weights if v.path.endswith("kernel")}
     for name, axes in (("conv1.weight", (2, 3, 1, 0)), ("fc.weight", (1, 0))):
         stored = made.tensors[name].transpose(axes).astype(ml_dtypes.bfloat16).astype("float32")

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 import lazymodel_keras as lk
+from tests.small import buffer_sizes, shard_small
 
 from .models import BACKBONES, GEMMA, assert_same, in_block, preset_of, seeded
 
@@ -149,27 +150,29 @@ def test_what_is_no_class(preset: str) -> None:
         lm.build_abstract("GemmaBackbone", **GEMMA)  # pyright: ignore[reportArgumentType]
 
 
-def test_repair_and_large(preset: str, mesh8: Mesh) -> None:
-    """The errors of rules that do not fit advise them."""
+def test_rules_are_completed(preset: str, mesh8: Mesh) -> None:
+    """The errors of rules that do not fit advise it."""
     rules = {".*token_embedding/embeddings": P("model"), ".*query/kernel": P(None, None, "model")}  # 4 by 8
-    with pytest.raises(lm.ShardingError, match="repair=True"):
+    with pytest.raises(lm.ShardingError, match="pass on_unmatched='auto'"):
         lk.from_preset(GEMMA_BACKBONE, preset, mesh=mesh8, rules=rules)
-    with pytest.raises(lm.LazyModelError, match="no argument 'repair'; it is an argument of AbstractModel.shard"):
-        lk.from_preset(GEMMA_BACKBONE, preset, mesh=mesh8, rules=rules, repair=True)
     stock = seeded(lambda: GEMMA_BACKBONE.from_preset(preset))
-    for large in ("1KiB", "1MiB"):
-        options: dict[str, Any] = {"repair": True, "large": large}
-        abstract = seeded(lambda: lk.abstract_from_preset(GEMMA_BACKBONE, preset)).shard(mesh8, rules, **options)
+    for large in (1 << 10, 1 << 20):
+        options: dict[str, Any] = {"mesh": mesh8, "rules": rules, "on_unmatched": "auto"}
+        abstract = seeded(lambda: lk.abstract_from_preset(GEMMA_BACKBONE, preset))
+        abstract = shard_small(abstract, mesh8, rules, on_unmatched="auto", large=large)
         ours = abstract.materialize()
         assert_same(stock, ours, outputs=False)
-        deferred = in_block(lambda: GEMMA_BACKBONE.from_preset(preset), mesh=mesh8, rules=rules, **options)
+        with buffer_sizes(large=large):
+            deferred = in_block(lambda: GEMMA_BACKBONE.from_preset(preset), **options)
+            loaded = lk.from_preset(GEMMA_BACKBONE, preset, **options)
+        assert_same(stock, loaded, outputs=False)
         for path, variable in zip(abstract, ours.weights, strict=True):
             assert variable.value.sharding == abstract[path].sharding
         for one, other in zip(ours.weights, deferred.weights, strict=True):
             assert one.value.sharding == other.value.sharding
         mended = [v for v in abstract.values() if v.reason is not None and v.reason.kind == "repaired"]
-        assert len(mended) > (4 if large == "1KiB" else 1)
-        assert all("query/kernel" in v.path for v in mended) == (large == "1MiB")
+        assert len(mended) > (4 if large == 1 << 10 else 1)
+        assert all("query/kernel" in v.path for v in mended) == (large == 1 << 20)
 
 
 def test_load_model_takes_rules_as_from_preset_does(tmp_path: Path, mesh8: Mesh) -> None:
@@ -177,10 +180,10 @@ def test_load_model_takes_rules_as_from_preset_does(tmp_path: Path, mesh8: Mesh)
     model.save(path := tmp_path / "model.keras")
     for rules, found in (
         ({".*first/kernel": None, ".*/second/kernel": None}, r"'\.\*/second/kernel'"),
-        ({".*first/kernel": P(("model",), "model")}, "repair=True"),
+        ({".*first/kernel": P(("model",), "model")}, "on_unmatched='auto'"),
     ):
         with pytest.raises(lm.ShardingError, match=found):
             lk.load_model(path, mesh=mesh8, rules=rules)
-    assert_same(model, lk.load_model(path, mesh=mesh8, rules={".*first/kernel": P("nothing")}, repair=True, large=1))
-    with pytest.raises(lm.ShardingError, match="repair was given without mesh"):
-        in_block(first, repair=True)
+    assert_same(model, lk.load_model(path, mesh=mesh8, rules={".*first/kernel": P("nothing")}, on_unmatched="auto"))
+    with pytest.raises(lm.ShardingError, match="on_unmatched was given without mesh"):
+        in_block(first, on_unmatched="auto")

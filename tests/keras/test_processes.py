@@ -46,15 +46,16 @@ def main() -> None:
 
     import lazymodel as lm
     import lazymodel_keras as lk
+    from tests.small import shard_small
 
     mesh, rules = Mesh(np.array(jax.devices()).reshape(PROCESSES, DEVICES), ("data", "model")), lm.auto()
     outcome: dict[str, Any] = {}
     try:
-        lm.build_abstract(make).shard(mesh, rules, on_unmatched="ignore").materialize()
+        shard_small(lm.build_abstract(make), mesh, rules, on_unmatched="ignore").materialize()
     except lm.CheckpointError as error:
         outcome["unseeded"] = str(error)
     keras.utils.set_random_seed(0)
-    abstract = lm.build_abstract(make).shard(mesh, rules, on_unmatched="ignore")
+    abstract = shard_small(lm.build_abstract(make), mesh, rules, on_unmatched="ignore")
     model = lk.restore(abstract, folder / "model.weights.h5")
     for index, kernel in enumerate(layer.kernel.value for layer in model.layers if hasattr(layer, "kernel")):
         stored = np.load(folder / f"kernel-{index}.npy")

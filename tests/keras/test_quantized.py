@@ -53,7 +53,7 @@ def folders(folder: Path, kind: str, form: Form, *, shards: int = 1) -> tuple[st
 
 def values(folder: str, kind: str, mesh: Mesh) -> tuple[list[Any], lm.LoadReport]:
     reports: list[lm.LoadReport] = []
-    abstract = lk.abstract_from_preset(MODELS[kind][0], folder).shard(mesh, RULES, on_unmatched="ignore", repair=True)
+    abstract = lk.abstract_from_preset(MODELS[kind][0], folder).shard(mesh, RULES, on_unmatched="auto")
     model = abstract.materialize(initialize="nothing", report=reports.append)
     return model.variables, reports[0]
 

@@ -105,8 +105,8 @@ def test_what_is_compiled_is_closed_over_by_the_functions_that_models_keep() -> 
     assert len(model.metrics_variables) == 4
     model.make_train_function()
     model.make_predict_function()
-    jitted = [_upstream.jitted_cells(function) for function in (model.train_function, model.predict_function)]
-    names = [sorted(cell.cell_contents.__name__ for cell in cells) for cells in jitted]
+    jitted = [_upstream.jitted_functions(function) for function in (model.train_function, model.predict_function)]
+    names = [sorted(each.__name__ for each in functions) for functions in jitted]
     joins = [name for found in names for name in found if name in _upstream.JOINS_OUTPUTS]
     assert joins
     steps = [[name for name in found if name not in joins] for found in names]
@@ -122,7 +122,7 @@ def test_a_call_of_a_jitted_function_is_seen_and_not_made() -> None:
         return jitted(inputs, state=state.value)
 
     found, args, kwargs = _upstream.call_of_jitted(function, (3,), {})
-    assert found.cell_contents is jitted
+    assert found is jitted
     assert args == (3,)
     assert kwargs["state"] is state.value
     with pytest.raises(ZeroDivisionError):

@@ -11,8 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
-from types import CellType
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import keras
@@ -22,9 +21,6 @@ from lazymodel import LazyModelError
 from lazymodel._abstract.framework import LoweredFunction
 from lazymodel._errors import warn
 from lazymodel_keras import _upstream
-
-# Takes a name, a jitted function, and its arguments and keywords; returns its program, and what to call.
-Keep: TypeAlias = Callable[[str, Any, Any, Any], tuple[Any, Any]]
 
 _SEQUENCE = 1024  # tokens, by default, if the model takes as many
 _IMAGE = 224  # pixels per side, if a model takes images of any size
@@ -75,13 +71,11 @@ def lower(
     batch: int | None,
     sequence: int | None,
     anew: bool,
-    keep: Keep | None,
 ) -> list[LoweredFunction]:
     """Lowers the programs that one of a model's own functions will run.
 
     `structs` are its abstract variables with their future arrays. With `anew` the model gets a new function in place of
-    the one that it keeps, for other shardings for example. With `keep`, a program may be loaded instead, and then
-    the model's function calls it.
+    the one that it keeps, for other shardings for example.
 
     Raises:
         LazyModelError: The model has no such function, compiles none, or does not define its inputs.
@@ -96,7 +90,7 @@ def lower(
             "compiles its second step for that. Load and train it within lazymodel_keras.distribution(mesh).scope()"
         )
     if what == "generate":
-        return _lower_generate(model, structs, inputs, batch, sequence, anew, keep)
+        return _lower_generate(model, structs, inputs, batch, sequence, anew)
     data = first_batch(model, what, inputs, batch, sequence)
     groups = [model.trainable_variables, model.non_trainable_variables]
     if what == "train":
@@ -106,19 +100,19 @@ def lower(
         make(force=anew)
         state = tuple([_struct(variable.value) for variable in group] for group in groups)
         function = model.train_function if what == "train" else model.predict_function
-        cells = {cell.cell_contents.__name__: cell for cell in _upstream.jitted_cells(function)}
-        together = next((cells.pop(name) for name in _upstream.JOINS_OUTPUTS if name in cells), None)
-        cell, *_ = cells.values()
-        if "multi_step_scan" in cells:  # from Keras 3.16 on
-            cell = cells["multi_step_scan"]
+        jitted = {each.__name__: each for each in _upstream.jitted_functions(function)}
+        together = next((jitted.pop(name) for name in _upstream.JOINS_OUTPUTS if name in jitted), None)
+        step, *_ = jitted.values()
+        if "multi_step_scan" in jitted:  # from Keras 3.16 on
+            step = jitted["multi_step_scan"]
             data = jax.tree.map(lambda batch: _stacked(batch, model.steps_per_execution), data)
-        lowered = _lowered(f"{what} {model.name}", cell, (state, data), {}, keep)
+        lowered = step.lower(state, data)
 
     def concatenate(compiled: jax.stages.Compiled) -> None:
         # Program by which `predict`, with several steps per execution, joins their outputs.
         assert together is not None
         outputs, _ = _results(lowered, compiled, (state, data))
-        together.cell_contents.lower([outputs] * model.steps_per_execution).compile()
+        together.lower([outputs] * model.steps_per_execution).compile()
 
     besides = functools.partial(_run_epoch, model, state[-1]) if what == "train" else concatenate if together else None
     return [LoweredFunction(f"{what}: {model.name} of {_text(data)}", lowered, besides)]
@@ -132,14 +126,6 @@ def _stacked(batch: jax.ShapeDtypeStruct, count: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((count, *batch.shape), batch.dtype, sharding=sharding)
 
 
-def _lowered(name: str, cell: CellType, args: Any, kwargs: Any, keep: Keep | None) -> Any:
-    """Lowers the jitted function in a cell, or replaces it by one that calls a loaded program."""
-    if keep is None:
-        return cell.cell_contents.lower(*args, **kwargs)
-    lowered, cell.cell_contents = keep(name, cell.cell_contents, args, kwargs)
-    return lowered
-
-
 def _run_epoch(model: Any, structs: Sequence[jax.ShapeDtypeStruct], compiled: jax.stages.Compiled) -> None:
     """Runs the small programs by which `fit` begins and ends an epoch: reset metrics, and get their results."""
     states = iter(structs)
@@ -148,7 +134,7 @@ def _run_epoch(model: Any, structs: Sequence[jax.ShapeDtypeStruct], compiled: ja
         metric.stateless_result([_zeros(next(states)) for _ in metric.variables])
 
 
-def _results(lowered: jax.stages.Lowered | jax.stages.Compiled, compiled: jax.stages.Compiled, args: Any) -> Any:
+def _results(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, args: Any) -> Any:
     """Results of a program, as structs; committed to devices only if some of its arguments are."""
     if all(getattr(argument, "sharding", None) is None for argument in jax.tree.leaves(args)):
         return jax.tree.map(lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype), lowered.out_info)
@@ -192,7 +178,6 @@ def _lower_generate(
     batch: int | None,
     sequence: int | None,
     anew: bool,
-    keep: Keep | None,
 ) -> list[LoweredFunction]:
     """Runs `generate` up to the call that would compile, which provides the arguments."""
     given, keywords = _generate_call(task, inputs, batch, sequence)
@@ -208,9 +193,9 @@ def _lower_generate(
         task.generate_function = kept
     function = task.make_generate_function()
     with holding(structs):
-        cell, args, kwargs = _upstream.call_of_jitted(function, args, kwargs)
+        jitted, args, kwargs = _upstream.call_of_jitted(function, args, kwargs)
         args, kwargs = jax.tree.map(_struct, (args, kwargs))
-        lowered = _lowered(f"generate {task.name}", cell, args, kwargs, keep)
+        lowered = jitted.lower(*args, **kwargs)
 
     def make_texts(compiled: jax.stages.Compiled) -> None:
         # Some versions of KerasHub run small programs for this.

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 import gc
 import itertools
 import math
@@ -44,7 +43,6 @@ from lazymodel._abstract.variable import (
 )
 from lazymodel._errors import ShardingError, warn
 from lazymodel._mapping.match import lazy_values
-from lazymodel._programs.kept import Keeper
 from lazymodel._programs.programs import InitRecipe
 from lazymodel._sharding.follow import follow, follow_weights
 from lazymodel._sharding.shard import check_spec
@@ -52,7 +50,6 @@ from lazymodel._show.progress import Span
 from lazymodel._show.text import first_of, format_bytes, listed
 from lazymodel_keras import _upstream
 from lazymodel_keras._model.compiled import check, first_batch, holding, inputs_of, lower
-from lazymodel_keras._model.kept import PACKAGES, decides
 from lazymodel_keras._model.layers import (
     Filters,
     add_lora,
@@ -228,7 +225,6 @@ class KerasModel(Framework):
         self.functions: dict[str, dict[str, Any]] = {}
         self.before: tuple[ModelSpec, frozenset[str]] | None = None
         self.changes: tuple[Callable[[Any], None], ...] = ()
-        self._text = ""
         self.filled = self._taken = False
 
     def unfilled(self) -> KerasModel:
@@ -243,7 +239,7 @@ class KerasModel(Framework):
             for (_, new), (_, first) in zip(entries, self.variables.values(), strict=True):
                 new.initial, new.value = first.initial, first.value
             self.variables = dict(zip(self.variables, entries, strict=True))
-            self.functions, self._text, self._taken = {}, "", False
+            self.functions, self._taken = {}, False
         return self
 
     def take(self, *, change: bool = False) -> tuple[Recording, Any, Variables]:
@@ -302,24 +298,13 @@ class KerasModel(Framework):
         inputs: Sequence[Any] = (),
         batch: int | None,
         sequence: int | None,
-        keeper: Keeper | None = None,
     ) -> Sequence[LoweredFunction]:
         described = self.unfilled()._described(structs)
         shardings = {path: struct.sharding for path, struct in structs.items()}
         anew = self.functions.get(what) != shardings
-        keep = None if keeper is None else functools.partial(self._kept, keeper)
-        lowered = lower(self.result, described, what, inputs, batch=batch, sequence=sequence, anew=anew, keep=keep)
+        lowered = lower(self.result, described, what, inputs, batch=batch, sequence=sequence, anew=anew)
         self.functions[what] = shardings
         return lowered
-
-    def _kept(self, keeper: Keeper, name: str, function: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The program of a function, loaded or lowered, and the function that calls it."""
-
-        def decided() -> str:  # before anything is traced, which leaves caches in Keras' objects
-            self._text = self._text or decides(self.result)
-            return self._text
-
-        return keeper.lower(name, function, args, kwargs, decided=decided, packages=PACKAGES), keeper.function
 
     def _described(self, structs: Mapping[str, jax.ShapeDtypeStruct]) -> list[tuple[Any, jax.ShapeDtypeStruct]]:
         """Each variable with the struct that its array will have in the object."""

@@ -27,7 +27,7 @@ import lazymodel as lm
 from lazymodel._abstract.variable import named
 from lazymodel._adapters.merge import is_adapter, open_adapter
 from lazymodel._devices.hardware import device_memory, libtpu_environment
-from lazymodel._errors import DoesNotFitError, LazyModelError, is_library, required
+from lazymodel._errors import DoesNotFitError, LazyModelError, is_library
 from lazymodel._mapping.table import WeightMap
 from lazymodel._programs.jaxprs import CONFIG
 from lazymodel._remote.url import is_url, shown
@@ -73,11 +73,11 @@ def _add_convert(commands: Any) -> None:
     option(
         "destination",
         "DST",
-        "x.safetensors, a folder (of safetensors, unless --to is orbax or npy), x.weights.h5, x.weights.json (and "
-        "shards next to it) or x.npz; safetensors also as the URL of a bucket",
+        "x.safetensors, a folder (of safetensors, unless --to is orbax), x.weights.h5 or x.weights.json (and shards "
+        "next to it); safetensors also as the URL of a bucket",
     )
     option(*STORAGE_OPTION, action="append")
-    formats = ("safetensors", "orbax", "hdf5", "numpy", "npy", "preset", "huggingface")
+    formats = ("safetensors", "orbax", "hdf5", "preset", "huggingface")
     option("--to", formats, "format of DST, if its name does not determine it; the last two with --cls")
     option("--dtype", "NAME", "convert floating-point tensors to this dtype, such as bfloat16", type=dtype_name)
     option(
@@ -251,8 +251,6 @@ _FEATURES = (  # (feature, the package that it needs, the extra of lazymodel or 
     ("GGUF files of types IQ1 to IQ3", "gguf", "lazymodel[gguf]"),
     ("quantizing NNX modules, LoRA pairs", "qwix", "lazymodel[qwix]"),
     ("plots", "matplotlib", "matplotlib"),
-    ("plans as pages", "plotly", "lazymodel[page]"),
-    ("completion in shells", "shtab", "lazymodel[completion]"),
 )
 _ALWAYS = ("jax", "jaxlib", "numpy", "ml_dtypes", "rich")
 _SETTINGS = ("JAX_PLATFORMS", "XLA_FLAGS", "KERAS_BACKEND", "HF_HUB_OFFLINE", "HF_ENDPOINT", "LAZYMODEL_WAIT_SECONDS")
@@ -381,12 +379,6 @@ def _inspect(arguments: argparse.Namespace) -> int:
     return 1 if summary.problems else 0
 
 
-def _completion(arguments: argparse.Namespace) -> int:
-    shtab = required("shtab", "completion", "'lazymodel[completion]'")
-    print_text(shtab.complete(_make_parser()[0], arguments.shell))
-    return 0
-
-
 _EXAMPLES = """\
 examples:
   lazymodel inspect model.safetensors                list the content of a checkpoint, and its problems
@@ -455,9 +447,4 @@ def _make_parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
     commands = parser.add_subparsers(metavar="COMMAND")
     for add in (_add_inspect, add_plan, add_explain, _add_convert, _add_diff, _add_stats, _add_doctor):
         add(commands)
-    description = "Prints a script for a shell to complete commands and options. Needs the package shtab."
-    example = 'example, in ~/.bashrc: eval "$(lazymodel completion bash)"'
-    help = "print a script for shell completion of these commands"
-    option = add_command(commands, "completion", _completion, help, description, example)
-    option("shell", ("bash", "zsh", "fish", "tcsh"), "the shell")
     return parser, commands.choices

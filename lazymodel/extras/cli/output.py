@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from lazymodel._errors import LazyModelError
-from lazymodel._show.page import plotly_source
 from lazymodel._show.table import print_text
 from lazymodel._show.text import closest
 
@@ -82,7 +81,7 @@ def in_options(text: str, flags: Mapping[str, str], *, names: bool = True) -> st
     """
     text = re.sub(r"\b(?:plan|shard|WhatIf|convert)\(((?:\w+=…,?\s*)+)\)", r"\1", text)
     # A file of rules has no PartitionSpec, and no other parameters of `shard`.
-    text = re.sub(r",? or pass repair=True to shard\(\)[^.]*", "", text).replace("PartitionSpec()", "[]")
+    text = re.sub(r",? or pass on_unmatched='auto'[^.]*", "", text).replace("PartitionSpec()", "[]")
     for name, flag in sorted(flags.items(), key=lambda item: -len(item[0])):
         if flag:
             text = re.sub(rf"(?<![\w/.?&-]){name}=(?:'([^'\s]*)'|(?=[\w….]))", rf"{flag} \1", text)
@@ -148,6 +147,5 @@ def check_page(path: str | None) -> None:
     """Raises LazyModelError early if a page cannot be written to a path."""
     if path is None:
         return
-    plotly_source()
     if not Path(path).parent.is_dir():
         raise LazyModelError(f"cannot write {path}: {os.strerror(errno.ENOENT)}")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +15,7 @@ import numpy as np
 import pytest
 
 import lazymodel as lm
+from tests.conftest import child_environment
 
 STEP = jax.jit(lambda tree, x: x)
 X = jax.ShapeDtypeStruct((4, 8), jnp.float32)
@@ -75,3 +80,25 @@ def test_a_plan_asks_the_compiler_of_a_step_jitted_or_not(mesh8: jax.sharding.Me
     assert plain.notes[-1] == "compiled step"
     with pytest.raises(lm.LazyModelError, match="compiling step .*lora_rank=2 adds"):
         sharded.plan(what_if=lm.WhatIf(lora_rank=2), compile=lm.Compile(step, x))
+
+
+def test_a_later_process_finds_the_program_in_the_persistent_cache(tmp_path: Path) -> None:
+    code = """if True:
+        import sys, jax, lazymodel as lm
+        jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        step, reports = jax.jit(lambda tree, x: x @ tree["w"]), []
+        model = lm.build_abstract(lambda key: {"w": jax.random.normal(key, (8, 8))}, jax.random.key(0))
+        x = jax.numpy.ones((2, 8))
+        params = model.materialize(compile=lm.Compile(step, x), report=reports.append)
+        (found,) = reports[0].compiled
+        assert f"a {found.cache} of the persistent cache" in " ".join(str(reports[0]).split())
+        print(found.cache, float(step(params, x).sum()))
+    """
+    environment = child_environment() | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    first, second = (
+        subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
+        for _ in range(2)
+    )
+    assert (first[0], second[0], first[1]) == ("miss", "hit", second[1])

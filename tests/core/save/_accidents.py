@@ -96,7 +96,6 @@ WORLDS = {
     "sharded over loose": World("saved", SHARDED, SHARDED, loose=True),
     "hdf5 over hdf5": World("x.weights.h5", {}, {}),
     "hdf5 shards over hdf5 shards": World("x.weights.json", _HDF5_SHARDS, _HDF5_SHARDS),
-    "numpy over numpy": World("x.npz", {}, {}),
     "orbax": dataclasses.replace(_ORBAX_WORLD, old=None),
     "orbax over orbax": _ORBAX_WORLD,
     "orbax over orbax without exchange": dataclasses.replace(_ORBAX_WORLD, exchanges=False),

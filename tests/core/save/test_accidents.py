@@ -400,7 +400,7 @@ def test_a_current_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    for path in ("x.npz", "x", "/proc/self/x.npz", f"{tmp_path}/{'x' * 300}"):
+    for path in ("x.h5", "x", "/proc/self/x.h5", f"{tmp_path}/{'x' * 300}"):
         with pytest.raises(lm.LazyModelError, match=f"cannot write {path}"):
             lm.save({"a": np.zeros(3)}, path)
 

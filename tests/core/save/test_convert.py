@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import struct
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +21,6 @@ TARGETS = {
     "shards": ["out", "--shard-size", "1KB"],
     "hdf5": ["out.weights.h5"],
     "hdf5 shards": ["out.weights.json", "--shard-size", "1KB"],
-    "numpy": ["out.npz"],
-    "npy": ["out", "--to", "npy"],
     "orbax": ["out", "--to", "orbax"],
 }
 VALUES = np.random.default_rng(0)
@@ -64,7 +60,7 @@ def convert(*arguments: object) -> int:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_there_and_back(tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = values(bfloat16=target not in ("numpy", "npy"))
+    made = values()
     make_small(monkeypatch, orbax_chunk=100)  # several chunks in each direction
     lm.save(made, tmp_path / "in.safetensors")
     name, *options = TARGETS[target]
@@ -77,21 +73,8 @@ def test_there_and_back(tmp_path: Path, target: str, monkeypatch: pytest.MonkeyP
 
 def test_other_programs_read_what_is_written(tmp_path: Path, source: Any) -> None:
     path, made = source
-    for name, *options in (TARGETS["numpy"], TARGETS["hdf5"], TARGETS["orbax"]):
+    for name, *options in (TARGETS["hdf5"], TARGETS["orbax"]):
         assert convert(path, tmp_path / name, *options) == 0
-    with np.load(tmp_path / "out.npz") as archive:  # which compares the checksums
-        assert set(archive) == set(made) and all((archive[name] == value).all() for name, value in made.items())
-    content, zip64 = (tmp_path / "out.npz").read_bytes(), 45
-    with zipfile.ZipFile(tmp_path / "out.npz") as archive:
-        members = archive.infolist()
-    for member in members:  # and what others find in front of a member
-        name, sizes = member.filename.encode(), (member.file_size, member.compress_size)
-        start, utf8, first_day, extra = member.header_offset, 1 << 11, 33, (1, 16, *sizes)
-        found = struct.unpack(f"<4s5H3L2H{len(name)}s2H2Q", content[start : start + 50 + len(name)])
-        expected = (b"PK\3\4", zip64, utf8, 0, 0, first_day, member.CRC, *[0xFFFFFFFF] * 2, len(name), 20, name, *extra)
-        assert found == expected and member.extract_version == zip64
-    assert convert(path, tmp_path / "arrays", "--to", "npy") == 0
-    assert all((np.load(tmp_path / "arrays" / f"{name}.npy") == value).all() for name, value in made.items())
     h5py = pytest.importorskip("h5py")
     with h5py.File(tmp_path / "out.weights.h5") as file:
         assert all((file[name][()] == value).all() for name, value in made.items())
@@ -130,8 +113,8 @@ def test_a_table_or_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.delitem(sys.modules, "convert_table", raising=False)
     made = {name: value for name, value in values().items() if name in ("layers/0/kernel", "layers/1/kernel", "step")}
     lm.save(made, "in")
-    assert convert("in", "named.npz", "--map", "convert_table:weights", "--verify") == 0
-    check(tmp_path / "named.npz", {f"model.{n}.weight": made[f"layers/{n}/kernel"].T.copy() for n in (0, 1)})
+    assert convert("in", "named.h5", "--map", "convert_table:weights", "--verify") == 0
+    check(tmp_path / "named.h5", {f"model.{n}.weight": made[f"layers/{n}/kernel"].T.copy() for n in (0, 1)})
     assert convert("in", "joined", "--map", "convert_table:both", "--to", "orbax") == 0
     joined = {"joined": np.concatenate([made["layers/0/kernel"]] * 2), "one": made["step"], "two": made["step"]}
     check(tmp_path / "joined", joined)
@@ -187,16 +170,16 @@ def test_verify_says_what_is_different(
         (["in.safetensors", "out", "--exclude", "*"], "no tensor is left"),
         (["in.safetensors", "out", "--dtype", "int8"], "expected a floating-point dtype"),
         (["in.safetensors", "out", "--to", "hdf5"], "expected a name such as x.weights.h5"),
-        (["in.safetensors", "out.npz", "--to", "hdf5"], "the name is one of numpy"),
+        (["in.safetensors", "out.npz"], "lazymodel writes no such files"),
+        (["in.safetensors", "out.h5", "--to", "orbax"], "the name is one of hdf5"),
         (["in.safetensors", "out", "--to", "huggingface"], "name one with --cls"),
         (["in.safetensors", "out", "--quantize", "int8"], "name one with --cls"),
         (["in.safetensors", "out", "--map", "absent_module:weights"], "there is no module 'absent_module'"),
         (["in.safetensors", "out", "--map", ":"], "expected MODULE:NAME"),
         (["in.safetensors", "out", "--storage-option", "region=x"], "neither SRC nor DST is one"),
         (["in.safetensors", "out.weights.h5"], "HDF5 weights have NumPy's numbers and bfloat16, and no float8_e4m3fn"),
-        (["in.safetensors", "out.npz"], "cast it"),
         (["in.safetensors", "out", "--dtype", "float32"], "with 'w_scale_inv' alongside"),
-        (["in.safetensors", "s3://bucket/out.npz"], "only safetensors are saved to buckets"),
+        (["in.safetensors", "s3://bucket/out.h5"], "only safetensors are saved to buckets"),
     ],
 )
 def test_what_is_refused(
@@ -214,8 +197,7 @@ def test_what_is_refused(
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["above/npy/inner", "above", "--to", "npy"],
-        ["above/npy/inner", "above/npy/inner/out", "--to", "npy"],
+        ["above/orbax/inner", "above", "--to", "orbax"],
         ["k_00000.weights.h5", "k.weights.json"],
         ["loose", "loose/out.safetensors"],
     ],
@@ -223,32 +205,23 @@ def test_what_is_refused(
 def test_the_source_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, arguments: list[str]) -> None:
     monkeypatch.chdir(tmp_path)
     made = {"a": np.ones(2, "float32"), "b": np.zeros(3, "float32")}
-    lm.save(made, "above/npy/inner", format="npy")
+    lm.save(made, "above/orbax/inner", format="orbax")
     lm.save(made, "k.weights.json", max_shard_size=8)
     for name, value in made.items():
         lm.save({name: value}, f"loose/{name}.safetensors")
     assert convert(*arguments, "--overwrite") == 2
     assert "convert to another path" in capsys.readouterr().err
-    assert convert("loose", "out.npz") == 0  # and no other
+    assert convert("loose", "out.h5") == 0  # and no other
 
 
 def test_names_that_a_format_cannot_have(tmp_path: Path) -> None:
     for name, given, message in [
         ("x.h5", {"a": np.zeros(1), "a/b": np.zeros(1)}, "HDF5 has a tree of names"),
         ("x.h5", {"a//b": np.zeros(1)}, "cannot be the path of a dataset"),
-        ("x.npz", {"a" * 70000: np.zeros(1)}, "cannot be the name of an array"),
-        ("x.npz", {"\ud800": np.zeros(1)}, "cannot be the name of an array"),
-        ("x.npz", {"a": np.zeros(1, ml_dtypes.float8_e5m2)}, "NumPy writes float8_e5m2"),
         ("x.h5", {"a": np.zeros(1, ml_dtypes.float8_e5m2)}, "and no float8_e5m2"),
     ]:
         with pytest.raises(lm.LazyModelError, match=message):
             lm.save(given, tmp_path / name)
-    paths = ["../a", "/a", "a/../b", "a//b", "a/", ".a", "a\0b", "a\\b", "\ud800"]
-    for name in (*paths, "a" * 252, "a/" * 5000 + "a"):
-        with pytest.raises(lm.LazyModelError, match=r"cannot be the path of a file|File name too long"):
-            lm.save({name: np.zeros(1)}, tmp_path / "x", format="npy")
-    with pytest.raises(lm.LazyModelError, match="cannot write"):
-        lm.save({"a": np.zeros(1), "a.npy/b": np.zeros(1)}, tmp_path / "x", format="npy")
     assert not list(tmp_path.iterdir())
     for names, message in [(["a.b", "a/b"], "would be one array"), (["a" * 300], "cannot be the name of a folder")]:
         with pytest.raises(lm.LazyModelError, match=message):
@@ -256,17 +229,6 @@ def test_names_that_a_format_cannot_have(tmp_path: Path) -> None:
     small = {"a": np.ones(3, ml_dtypes.float8_e5m2)}  # whose kind is that of NumPy's own
     lm.save(small, tmp_path / "x", format="orbax", mapping=_as_they_are)
     check(tmp_path / "x", small)
-
-
-def test_a_folder_of_arrays_is_replaced_as_a_whole(tmp_path: Path) -> None:
-    lm.save({"a/w": np.zeros(2), "b": np.zeros(1)}, tmp_path / "x", format="npy")
-    with pytest.raises(lm.LazyModelError, match="there is a checkpoint already"):
-        lm.save({"c": np.ones(1)}, tmp_path / "x", format="npy")
-    lm.save({"c": np.ones(1)}, tmp_path / "x", format="npy", overwrite=True)
-    assert [path.name for path in tmp_path.rglob("*")] == ["x", "c.npy"]
-    (tmp_path / "x" / "notes.txt").touch()
-    with pytest.raises(lm.LazyModelError, match=r"not \.npy files and would be removed with the folder: notes\.txt"):
-        lm.save({"c": np.ones(1)}, tmp_path / "x", format="npy", overwrite=True)
 
 
 def _as_they_are(tensors: Any) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 from tests.collectives import sent_nbytes
+from tests.small import shard_small
 
 Shapes = Mapping[str, tuple[int, ...]]
 NORM = {"layers/0/pre_attention_norm/scale": (64,)}
@@ -34,7 +35,9 @@ def placed(
     """The variables of a model of these shapes, and perhaps axis names, by path in this order."""
     model = lm.build_abstract(lambda: {path: jnp.zeros(shape) for path, shape in shapes.items()})
     named = {path: dataclasses.replace(model[path], logical_axes=axes) for path, axes in (names or {}).items()}
-    found = model.with_variables({**model, **named}).shard(mesh, rules or lm.auto(), on_unmatched="ignore", **options)
+    found = shard_small(
+        model.with_variables({**model, **named}), mesh, rules or lm.auto(), on_unmatched="ignore", **options
+    )
     return {path: found[path] for path in shapes}
 
 
@@ -468,7 +471,7 @@ def test_explain_tells_the_reason_and_what_it_was_told_from() -> None:
         attention["query"] = {"kernel": jnp.zeros((64, 6, 4))}
         return {"attn": attention, "norm": {"scale": jax.random.normal(key, (64,))}, "what": jnp.zeros((2, 3))}
 
-    model = lm.build_abstract(init, jax.random.key(0)).shard(mesh(model=8), lm.auto(), large=1024)
+    model = shard_small(lm.build_abstract(init, jax.random.key(0)), mesh(model=8), lm.auto(), large=1024)
     paths = ("attn/q_einsum/w", "attn/mystery/kernel", "what", "attn/query/kernel")
     known, guessed, nothing, odd = (str(model.explain(path)) for path in paths)
     assert "dimensions: heads, in, head_dim; inferred from: its name" in known
@@ -520,7 +523,7 @@ def test_names_of_named_arrays() -> None:
         }
 
     model = lm.build_abstract(build, jax.random.key(0))
-    sharded = model.shard(mesh(data=2, model=4), lm.auto(), large=1024)
+    sharded = shard_small(model, mesh(data=2, model=4), lm.auto(), large=1024)
     assert {path.split("/")[0]: (variable.logical_axes, variable.spec) for path, variable in sharded.items()} == {
         "w": (("layers", "heads", "head_size", "embed"), P(None, "model", None, "data")),
         "b": (("layers", "mlp"), P(None, ("model", "data"))),

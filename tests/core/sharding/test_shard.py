@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
+from tests.small import shard_small
 
 
 def build(**shapes: tuple[int, ...]) -> lm.AbstractModel:
@@ -83,7 +84,7 @@ def test_misfits_name_the_path_and_the_fix(mesh8: Mesh, rules: Any, message: str
         MODEL.shard([1, 2], rules)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("repair", [False, True])
+@pytest.mark.parametrize("on_unmatched", ["error", "auto"])
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
@@ -103,22 +104,20 @@ def test_misfits_name_the_path_and_the_fix(mesh8: Mesh, rules: Any, message: str
         ({"**/kernel": P()}, r"'\*\*/kernel' is not a regular expression"),
     ],
 )
-def test_what_is_no_spec_is_said_once(mesh8: Mesh, rules: Any, message: str, repair: bool) -> None:
+def test_what_is_no_spec_is_said_once(mesh8: Mesh, rules: Any, message: str, on_unmatched: str) -> None:
     with pytest.raises(lm.ShardingError, match=message) as raised:
-        MODEL.shard(mesh8, rules, repair=repair)
+        MODEL.shard(mesh8, rules, on_unmatched=on_unmatched)
     assert len(str(raised.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize("rules", ["auto", lm.auto])
 def test_auto_by_name_or_uncalled_is_auto(mesh8: Mesh, rules: Any) -> None:
-    expected = MODEL.shard(mesh8, lm.auto(), large=1)
+    expected = shard_small(MODEL, mesh8, lm.auto(), large=1)
     assert expected["layers_0/kernel"].spec != P()
-    assert dict(MODEL.shard(mesh8, rules, large=1)) == dict(expected)
-    repaired = MODEL.shard(mesh8, {"layers_0/kernel": P("nowhere")}, repair=rules, large=1)
+    assert dict(shard_small(MODEL, mesh8, rules, large=1)) == dict(expected)
+    repaired = shard_small(MODEL, mesh8, {"layers_0/kernel": P("nowhere")}, on_unmatched="auto", large=1)
     assert repaired["layers_0/kernel"].spec == expected["layers_0/kernel"].spec
     assert lm.smallest_topology(MODEL, "v5e", rules, compile=None).smallest.num_devices == 1
-    with pytest.raises(lm.ShardingError, match="repair='yes' is not known"):
-        MODEL.shard(mesh8, "auto", repair="yes")  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +153,7 @@ def test_all_misfits_are_reported_together(mesh8: Mesh) -> None:
     *misfits, hint = str(caught.value).splitlines()
     assert len(misfits) == 3  # those that differ in numbers only are one
     assert misfits[-1].startswith("'layers_{0..1}/kernel' of shape")
-    assert hint == "Fix the rules, or pass repair=True to shard(), which uses the shardings of lm.auto() for these."
+    assert hint == "Fix the rules, or pass on_unmatched='auto', which uses the shardings of lm.auto() for these."
 
 
 def test_large_unmatched_variables_are_never_replicated_in_silence(mesh8: Mesh) -> None:
@@ -163,11 +162,11 @@ def test_large_unmatched_variables_are_never_replicated_in_silence(mesh8: Mesh) 
         model.shard(mesh8, {"small": P("model")})
     with pytest.raises(lm.ShardingError, match="match no sharding rule"):
         model.shard(mesh8, {"small": P("model")}, on_unmatched="error")
-    model.shard(mesh8, {"small": P("model")}, on_unmatched="ignore")
-    model.shard(mesh8, {"small": P("model")}, large="8MiB")
+    small = build(small=(8,), table=(512, 511))
+    small.shard(mesh8, {"small": P("model")}, on_unmatched="error")
     model.shard(mesh8, {"small": P("model"), "table": P()})  # replication that is meant
-    with pytest.raises(lm.ShardingError, match="on_unmatched is"):
-        model.shard(mesh8, {"small": P("model")}, on_unmatched="loud")
+    with pytest.raises(lm.ShardingError, match="on_unmatched is 'error', 'warn' or 'auto'; got 'ignore'"):
+        model.shard(mesh8, {"small": P("model")}, on_unmatched="ignore")
 
 
 def test_paths_made_unique_match_as_the_names_they_had(mesh8: Mesh) -> None:
@@ -188,10 +187,10 @@ def test_rules_by_role_mix_with_paths(mesh8: Mesh) -> None:
     assert reason is not None and (reason.kind, reason.role) == ("rule", "mlp_up")
 
 
-def test_repair_mends_what_does_not_fit_and_says_so(mesh8: Mesh) -> None:
+def test_auto_completes_rules_and_says_so(mesh8: Mesh) -> None:
     model = build(up=(8, 8), table=(64, 9), head=(3, 64), fine=(8, 8))
     rules = {"table": P(None, "model"), "head": P("nowhere"), "fine": P("model"), "gone": P("model")}
-    sharded = model.shard(mesh8, rules, repair=True, large=0)  # warnings are errors here: it is silent
+    sharded = shard_small(model, mesh8, rules, on_unmatched="auto", large=0)  # warnings are errors here: it is silent
     assert specs(sharded) == {
         "fine": P("model"),
         "head": P(None, "model"),
@@ -206,19 +205,12 @@ def test_repair_mends_what_does_not_fit_and_says_so(mesh8: Mesh) -> None:
     assert "no rule matches it" in report.repaired["up"]
     assert "rule 'gone' matches no variable" in str(report)
     assert list(sharded) == list(model)  # the order that the rebuilt model relies on
-    with pytest.raises(lm.ShardingError, match="repair=True to shard"):
-        model.shard(mesh8, {"table": P(None, "model")}, on_unmatched="ignore")
-
-
-def test_repair_on_axes_of_other_names_takes_an_auto(mesh42: Mesh) -> None:
-    mesh = Mesh(mesh42.devices, ("x", "y"))
-    model = build(table=(64, 9))
-    sharded = model.shard(mesh, {"table": P("x", "y")}, repair=lm.auto(fsdp=("x", "y")), large=0)
-    assert sharded["table"].spec == P(("x", "y"))
+    with pytest.raises(lm.ShardingError, match="pass on_unmatched='auto'"):
+        shard_small(model, mesh8, {"table": P(None, "model")}, on_unmatched="ignore")
 
 
 def test_explain_a_rule_and_what_is_replicated(mesh42: Mesh) -> None:
-    sharded = build(a=(8, 6), b=(7, 3)).shard(mesh42, {"a": P("batch")}, on_unmatched="ignore")
+    sharded = shard_small(build(a=(8, 6), b=(7, 3)), mesh42, {"a": P("batch")}, on_unmatched="ignore")
     text = str(sharded.explain("a"))
     assert "spec: P('batch'" in text or "spec: PartitionSpec('batch'" in text
     assert "each of 8 devices holds (2, 6), 48 B" in text
@@ -240,7 +232,7 @@ def test_a_proposer_of_ones_own(mesh8: Mesh) -> None:
         def propose(self, variables: Any, mesh: Mesh, *, large: int) -> dict[str, tuple[P, str]]:
             return {path: (P(None, "model"), f"last, {large}") for path in variables if path != "b"}
 
-    sharded = build(a=(3, 8), b=(4, 4)).shard(mesh8, Last(), large=17, on_unmatched="ignore")
+    sharded = shard_small(build(a=(3, 8), b=(4, 4)), mesh8, Last(), large=17, on_unmatched="ignore")
     assert sharded["a"].spec == P(None, "model")
     assert "why (proposed): last, 17" in str(sharded.explain("a"))
     assert sharded.explain().unmatched == ("b",)
@@ -267,7 +259,9 @@ def test_formats_reach_the_arrays(mesh8: Mesh) -> None:
 
 def test_explain_has_a_row_for_layers_that_are_alike(mesh8: Mesh) -> None:
     shapes = {f"layers_{index}/{name}": (16, 10) for index in range(20) for name in ("down", "up")}
-    report = build(table=(8, 4), **shapes).shard(mesh8, {"table": P("model")}, on_unmatched="ignore", large=1).explain()
+    report = shard_small(
+        build(table=(8, 4), **shapes), mesh8, {"table": P("model")}, on_unmatched="ignore", large=1
+    ).explain()
     text = str(report)
     assert "replicated: 40 variables, 25.00 KiB each" in text and "matched by no rule: 40 variables" in text
     for name in ("down", "up"):
@@ -284,7 +278,7 @@ def test_a_numpy_array_that_stays_on_the_host_is_not_said_to_be_replicated(mesh8
     sharded = model.shard(mesh8, {"w": P("model")}, on_unmatched="error")
     assert sharded["table"].on_host and sharded["table"].sharding.is_fully_replicated
     with pytest.raises(lm.ShardingError, match="1 variables of at least 1 B match no sharding rule.*: w "):
-        model.shard(mesh8, {}, on_unmatched="error", large=1)
+        shard_small(model, mesh8, {}, on_unmatched="error", large=1)
 
 
 def test_what_belongs_to_a_weight_on_one_device_is_there_too(mesh8: Mesh) -> None:

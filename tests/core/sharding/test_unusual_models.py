@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 from tests.collectives import sent_nbytes
+from tests.small import shard_small
 
 BATCH, LENGTH, WIDTH, HEADS = 4, 16, 64, 8
 LARGE = 1 << 12  # bytes from which on a variable of such small models is large
@@ -143,7 +144,7 @@ def built(shapes: Shapes) -> lm.AbstractModel:
 
 
 def sent(shapes: Shapes, layer: Callable[[Any, Any], Any], mesh: Mesh, rules: Any) -> int:
-    placed = built(shapes).shard(mesh, rules, large=LARGE, on_unmatched="ignore")
+    placed = shard_small(built(shapes), mesh, rules, large=LARGE, on_unmatched="ignore")
     arrays = {path: variable.struct for path, variable in placed.items()}
     x = jax.ShapeDtypeStruct((BATCH, LENGTH, WIDTH), "float32", sharding=NamedSharding(mesh, P("data")))
     if "peer/keys" in shapes:  # whose gradient is a loop on CPUs, whose turns are not counted
@@ -175,7 +176,7 @@ def test_a_guess_is_reported(mesh8: Mesh) -> None:
         "layers/0/small/what": (2, 3),
         "layers/0/conv_out/kernel": (3, 3, 64, 3),
     }
-    placed = built(shapes).shard(mesh8, lm.auto(), large=LARGE)
+    placed = shard_small(built(shapes), mesh8, lm.auto(), large=LARGE)
     report = placed.explain()
     assert set(report.guessed) == set(list(shapes)[1:6])
     text = str(report)
@@ -198,7 +199,9 @@ def test_an_mlp_beside_queries_and_keys_is_one(mesh8: Mesh) -> None:
 def test_a_bias_that_is_another_weights_turns_none(mesh8: Mesh) -> None:
     shapes, _ = mamba()
     with_bias, without = (
-        built({path: shape for path, shape in shapes.items() if path != left}).shard(mesh8, lm.auto(), large=LARGE)
+        shard_small(
+            built({path: shape for path, shape in shapes.items() if path != left}), mesh8, lm.auto(), large=LARGE
+        )
         for left in ("", "mixer/dt_bias")
     )
     assert {path: with_bias[path].spec for path in without} == {path: without[path].spec for path in without}

@@ -25,6 +25,7 @@ from tests.keras.models import (
     seeded,
     write_safetensors_folder,
 )
+from tests.small import shard_small
 
 # KerasHub decodes the largest scale, which stands for no number, with these.
 pytestmark = [
@@ -68,7 +69,7 @@ def test_equal_to_stock_and_read_once(
     rules = {".*/experts/(gate_up|down)_proj": spec}
     before = nbytes_read()
     abstract = seeded(
-        lambda: lk.abstract_from_preset(GptOssBackbone, folder).shard(mesh8, rules, on_unmatched="ignore")
+        lambda: shard_small(lk.abstract_from_preset(GptOssBackbone, folder), mesh8, rules, on_unmatched="ignore")
     )
     assert nbytes_read() == before, "nothing is read while it is converted"
     experts = [path for path in abstract if path.endswith(("/gate_up_proj", "/down_proj"))]

@@ -18,6 +18,7 @@ import lazymodel as lm
 import lazymodel_keras as lk
 from tests.keras.models import assert_same, bits, device_mesh, distribution, preset_of, seeded
 from tests.keras.versions import KERAS, parts
+from tests.small import shard_small
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize`:UserWarning"),
@@ -186,7 +187,7 @@ def test_a_plain_model(mesh8: Mesh) -> None:
     def build() -> Any:
         return keras.Sequential([keras.layers.Input((8,)), keras.layers.Dense(16), keras.layers.Dense(8)])
 
-    abstract = lm.build_abstract(build).shard(mesh8, {".*/kernel": P(None, "model")}, on_unmatched="ignore")
+    abstract = shard_small(lm.build_abstract(build), mesh8, {".*/kernel": P(None, "model")}, on_unmatched="ignore")
     model = abstract.materialize()
     with pytest.raises(lm.LazyModelError, match="no KerasHub model and has no usual LoRA targets; say which"):
         lk.enable_lora(model, 2)
