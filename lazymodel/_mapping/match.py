@@ -36,7 +36,7 @@ from lazymodel._tensors.buffers import Steps, Workspace, assign
 from lazymodel._tensors.casting import SAFE, UNSAFE, check_mode, converted, refusal, scales_beside, weights
 from lazymodel._tensors.decoded import equal_tensor
 from lazymodel._tensors.lazy import LazyTensor, lazy
-from lazymodel._tensors.shards import MismatchedTensor, stored_tensors, where
+from lazymodel._tensors.shards import MismatchedTensor, left_over, stored_tensors, where
 from lazymodel._tensors.tensor_source import CompositeSource, Part, TensorSource
 
 _ADAPTER = re.compile(r"(?:.*[./])?lora_(?:embedding_)?[AB](?:[./].*)?", re.DOTALL)  # PEFT's names
@@ -150,7 +150,7 @@ def resolve(
 
 def _match(model: ModelSpec, checkpoint: Mapping[str, Any], *, strict: bool) -> tuple[dict[str, Any], list[str]]:
     """The checkpoint's tensors by variable path, and the names of all others."""
-    unexpected = [name for name in checkpoint if name not in model.variables and name not in model.aliases]
+    unexpected = left_over(checkpoint, (*model.variables, *model.aliases))
     refuse_adapter(unexpected, described(checkpoint))
     if strict and unexpected:
         raise CheckpointError(

@@ -48,6 +48,7 @@ from lazymodel._mapping.suggest import suggest
 from lazymodel._mapping.traced import traced_result
 from lazymodel._show.text import LISTED, closest, first_lines, fold, grouped_names, listed, unnumbered
 from lazymodel._tensors.lazy import LazyTensor, lazy
+from lazymodel._tensors.shards import left_over
 
 _MERGE = "lm.merge(checkpoint, adapter)"
 
@@ -403,9 +404,7 @@ class WeightMap:
                 except ValueError as error:
                     report.misshapen[path] = f" from {source}: {error}"
         names = [name for _, source in self._entries.values() if source is not None for name in source.names]
-        for name in checkpoint:
-            if name in tensors.taken:
-                continue
+        for name in left_over(checkpoint, tensors.taken):
             if name in ignored:
                 report.ignored[name] = ""
             else:
@@ -516,7 +515,7 @@ def map_checkpoint(
             tensors = Tensors(checkpoint)
             result, taken = mapping(tensors), tensors.taken
         flat = flatten_paths(result)
-        unused = [name for name in checkpoint if name not in taken]
+        unused = left_over(checkpoint, taken)
         return MappedCheckpoint({name: lazy(value, name) for name, value in flat.items()}, checkpoint, unused)
     if abstract is None:
         raise LazyModelError("a WeightMap is applied for a model: pass map_checkpoint the abstract model too")

@@ -32,7 +32,7 @@ from lazymodel.checkpoints._hdf5 import open_archive, open_hdf5
 from lazymodel.checkpoints._numpy import npy_names, open_npy, open_npy_folder, open_npz
 from lazymodel.checkpoints._orbax import OrbaxCheckpoint, find_item
 from lazymodel.checkpoints._pytorch import PyTorchFile, model_weights, pytorch_files
-from lazymodel.checkpoints._safetensors import Contents, Index, SafetensorsFile, is_numbered, short, some
+from lazymodel.checkpoints._safetensors import Contents, Index, SafetensorsFile, is_numbered, loose_files, short, some
 from lazymodel.checkpoints._untrusted import check_pointer, indexed_shards, read_json_file, weight_map
 from lazymodel.checkpoints._verify import Verify, mismatches, no_hash, stated_hashes, verify_files
 
@@ -314,7 +314,7 @@ def weight_files(folder: Location) -> Sequence[Location]:
     for name in ("model.safetensors", "model.weights.json", "model.weights.h5"):
         if (folder / name).exists():
             return [folder / name]
-    return sorted(folder.glob("*.safetensors")) or model_files(folder)
+    return loose_files(folder) or model_files(folder)
 
 
 def find_contents(where: Location) -> Contents:
@@ -350,6 +350,7 @@ def find_contents(where: Location) -> Contents:
             return found
         found.metadata = content.get("metadata")
         found.add_indexed(index, kind.open)
+        found.check_parts(file.parent)
         return found
     found.format = "unknown" if kind is None else kind.name
     with found.noting(file if there else None):
@@ -363,6 +364,7 @@ def find_contents(where: Location) -> Contents:
             raise CheckpointError(f"{where} is in no known format; {foreign([where.name])}supported: {_SUPPORTED}")
         found.add(kind.open(file))
         found.format = kind.name
+        found.check_parts(file.parent)
     return found
 
 

@@ -27,7 +27,7 @@ from lazymodel._tensors.byte_reader import ByteReader
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.tensor_source import FileTensor
 from lazymodel.checkpoints._checkpoint import Checkpoint, TensorHeader
-from lazymodel.checkpoints._safetensors import short
+from lazymodel.checkpoints._safetensors import is_numbered, loose_files, short
 from lazymodel.checkpoints._untrusted import (
     LOCAL_HEADER,
     MAX_DIMENSIONS,
@@ -189,9 +189,17 @@ def model_weights(folder: Location) -> Sequence[Location]:
 
 
 def in_place_of(name: str, folder: Location) -> Location | None:
-    """PyTorch's file, or index of such, that a folder has in place of `model.safetensors`; None for other names."""
-    files = model_weights(folder) if name == "model.safetensors" and not (folder / name).exists() else []
-    return files[0] if len(files) == 1 else None
+    """What a folder has in place of `model.safetensors`: the first of its numbered files, an index or a file of
+    PyTorch's. None for other names."""
+    if name != "model.safetensors" or (folder / name).exists():
+        return None
+    files = [file for file in loose_files(folder) if is_numbered(file.name)] or model_weights(folder)
+    return next(iter(files), None)
+
+
+def is_loose_shard(file: Location) -> bool:
+    """Returns True for a numbered file of a folder without an index."""
+    return is_numbered(file.name) and not any(True for _ in file.parent.glob("*.index.json"))
 
 
 def pytorch_files(folder: Location) -> Sequence[Location]:
