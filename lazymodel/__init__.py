@@ -39,6 +39,7 @@ from lazymodel._errors import (
     TraceError,
 )
 from lazymodel._mapping.entry import From
+from lazymodel._mapping.match import OPENERS as _OPENERS
 from lazymodel._mapping.table import WeightMap, map_checkpoint
 from lazymodel._materialize.report import LoadReport
 from lazymodel._materialize.reshard import ReshardReport, reshard
@@ -131,4 +132,5 @@ __all__ = [
     "training_state",
 ]
 
+_OPENERS.append(open_checkpoint)
 _clock.imported("lazymodel")

@@ -14,6 +14,7 @@ import pickletools
 import reprlib
 import zipfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import ml_dtypes
@@ -197,8 +198,9 @@ def in_place_of(name: str, folder: Location) -> Location | None:
     return next(iter(files), None)
 
 
-def is_loose_shard(file: Location) -> bool:
+def is_loose_shard(path: str | Location) -> bool:
     """Returns True for a numbered file of a folder without an index."""
+    file = Path(path) if isinstance(path, str) else path
     return is_numbered(file.name) and not any(True for _ in file.parent.glob("*.index.json"))
 
 

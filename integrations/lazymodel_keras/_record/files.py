@@ -41,7 +41,7 @@ from lazymodel._quantized.families import require_known
 from lazymodel._quantized.scaled import CODES, Float4Tensor, scaled_pairs
 from lazymodel._remote.path import Location, RemoteFile, RemotePath, remote_path
 from lazymodel._remote.url import is_supported, is_url, shown
-from lazymodel._show.text import format_bytes, listed
+from lazymodel._show.text import format_bytes, listed, plural
 from lazymodel._tensors.casting import is_marker, scales_beside, weights
 from lazymodel._tensors.shards import StoredTensor, unused_tensors
 from lazymodel.checkpoints import SafetensorsFile
@@ -340,7 +340,7 @@ def checkpoint_files(path: str) -> list[str]:
     Loaders open one shard after the other. Hashing all at the first takes as long as the slowest in several threads.
     Raises CheckpointError if an index in its folder cannot be read, or a shard is missing.
     """
-    if path.endswith((".gguf", *_TORCH)) or is_loose_shard(Path(path)):
+    if path.endswith((".gguf", *_TORCH)) or is_loose_shard(path):
         with whole(path) as checkpoint:
             return content_files(checkpoint)
     folder = Path(path).parent
@@ -417,10 +417,9 @@ class Leftovers:
                 and (path not in self._files or self._files[path].tensors[name].size)  # or it is empty
             ]
             if names:
-                messages.append(
-                    f"{folder} holds {len(names)} tensors that KerasHub's converter did not request: {listed(names)}"
-                    + (". Is its config.json that of another model?" if gguf is None else "")
-                )
+                doubt = ". Is its config.json that of another model?" if gguf is None else ""
+                what = f"{plural(len(names), 'tensor')} that KerasHub's converter did not request: {listed(names)}"
+                messages.append(f"{folder} holds {what}{doubt}")
         return messages
 
 
@@ -573,10 +572,8 @@ def _safe_open(recording: Any, original: Any, filename: Any, *_: Any, **__: Any)
     if (decoded := recording.decoded(path)) is not None:
         recording.check_content(path)
         return LazySafeOpen(recording.open(path, lambda _: decoded, decoded.path))  # any shard stands for the whole
-    # KerasHub opens a shard without an index for all of them.
-    loose = is_loose_shard(path if isinstance(path, RemotePath) else Path(path))
-    opening = whole if loose else open_checkpoint if name.endswith(_TORCH) else SafetensorsFile
-    return LazySafeOpen(recording.open(path, opening))
+    opener = whole if is_loose_shard(path) else open_checkpoint if name.endswith(_TORCH) else SafetensorsFile
+    return LazySafeOpen(recording.open(path, opener))
 
 
 @_upstream.while_recording(_upstream.safetensors_loader, "__init__")
