@@ -35,8 +35,8 @@ from lazymodel._tensors.boxes import Box, bounding, box_shape, clip, shift, slab
 from lazymodel._tensors.buffers import Steps, Workspace, assign
 from lazymodel._tensors.casting import SAFE, UNSAFE, check_mode, converted, refusal, scales_beside, weights
 from lazymodel._tensors.decoded import equal_tensor
-from lazymodel._tensors.lazy import LazyTensor, lazy
-from lazymodel._tensors.shards import MismatchedTensor, left_over, stored_tensors, where
+from lazymodel._tensors.lazy import LazyTensor, lazy, left_over
+from lazymodel._tensors.shards import MismatchedTensor, stored_tensors, where
 from lazymodel._tensors.tensor_source import CompositeSource, Part, TensorSource
 
 _ADAPTER = re.compile(r"(?:.*[./])?lora_(?:embedding_)?[AB](?:[./].*)?", re.DOTALL)  # PEFT's names

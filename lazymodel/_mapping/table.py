@@ -47,8 +47,7 @@ from lazymodel._mapping.recorded import recorded
 from lazymodel._mapping.suggest import suggest
 from lazymodel._mapping.traced import traced_result
 from lazymodel._show.text import LISTED, closest, first_lines, fold, grouped_names, listed, unnumbered
-from lazymodel._tensors.lazy import LazyTensor, lazy
-from lazymodel._tensors.shards import left_over
+from lazymodel._tensors.lazy import LazyTensor, lazy, left_over
 
 _MERGE = "lm.merge(checkpoint, adapter)"
 

@@ -439,13 +439,6 @@ def is_initial(source: Any) -> bool:
     return isinstance(source, View) and isinstance(source.source, ComputedTensor) and not source.file
 
 
-def left_over(checkpoint: Mapping[str, Any], used: Iterable[str]) -> list[str]:
-    """Names of tensors that are not used, neither by this name nor by another that the checkpoint has for them."""
-    aliases: Mapping[str, str] = getattr(checkpoint, "aliases", {})
-    taken = {aliases.get(name, name) for name in used}
-    return [name for name in checkpoint if aliases.get(name, name) not in taken]
-
-
 def unused_tensors(checkpoint: Mapping[str, Any], names: Iterable[str]) -> tuple[StoredTensor, ...]:
     """Describes tensors of a checkpoint that nothing uses. A tensor that cannot be read is not an error."""
     unused: list[StoredTensor] = []

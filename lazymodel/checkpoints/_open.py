@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import reprlib
 import warnings
 from collections import Counter
@@ -29,7 +30,7 @@ from lazymodel._show.text import first_lines, format_bytes, plural, printable
 from lazymodel.checkpoints._checkpoint import Checkpoint, DecodedCheckpoint, decoded, newest_step, place_of
 from lazymodel.checkpoints._gguf import model_files, open_gguf, split_names
 from lazymodel.checkpoints._hdf5 import open_archive, open_hdf5
-from lazymodel.checkpoints._numpy import npy_names, open_npy, open_npy_folder, open_npz
+from lazymodel.checkpoints._numpy import EQUINOX, SAVE_EQUINOX, npy_names, open_npy, open_npy_folder, open_npz
 from lazymodel.checkpoints._orbax import OrbaxCheckpoint, find_item
 from lazymodel.checkpoints._pytorch import PyTorchFile, model_weights, pytorch_files
 from lazymodel.checkpoints._safetensors import Contents, Index, SafetensorsFile, is_numbered, loose_files, short, some
@@ -73,45 +74,61 @@ _SUPPORTED = (
 )
 
 
+_MSGPACK = "Flax' msgpack"
 # Formats that are known and not read: patterns of names, what such a file is, and how it becomes one that is read. The
 # first that fits is meant.
 _FOREIGN = (
     (
         ("*.distcp",),
         "a checkpoint of torch.distributed",
-        "a file that is read, where PyTorch is: "
+        "save it as a file that is read, where PyTorch is: "
         '`torch.distributed.checkpoint.format_utils.dcp_to_torch_save(folder, "model.pt")`',
+    ),
+    (
+        ("*.pt2",),
+        "a program of torch.export",
+        "save its weights as safetensors, where PyTorch is: "
+        '`safetensors.torch.save_file(torch.export.load(path).state_dict, "model.safetensors")`',
     ),
     (
         ("*.index", "*.data-?????-of-?????", "saved_model.pb"),
         "a checkpoint of TensorFlow",
-        'Keras weights, where it can be loaded: `model.save_weights("model.weights.h5")`',
+        'save it as Keras weights, where it can be loaded: `model.save_weights("model.weights.h5")`',
     ),
     (
         ("*.msgpack", "checkpoint", "checkpoint_*"),
-        "Flax' msgpack",
-        'safetensors: `lm.save(flax.serialization.msgpack_restore(open(path, "rb").read()), "model.safetensors")`',
+        _MSGPACK,
+        'save it as safetensors: `lm.save(flax.serialization.msgpack_restore(open(path, "rb").read()), '
+        '"model.safetensors")`',
     ),
+    (("*.eqx",), EQUINOX, SAVE_EQUINOX),
     (
-        ("*.eqx",),
-        "leaves of an Equinox model, which have no names",
-        'safetensors: `lm.save(eqx.tree_deserialise_leaves(path, model), "model.safetensors")`',
+        ("*.tar", "*.tar.*", "*.tgz", "*.gz", "*.lz4", "*.zst", "*.xz", "*.bz2"),
+        "a packed archive",
+        "unpack it, and open what is in it",
     ),
     (
         ("*.pkl", "*.pickle"),
         "a Python pickle, which can run any code when it is read",
-        'safetensors, if you trust it: `lm.save(tree, "model.safetensors")`',
+        'save it as safetensors, if you trust it: `lm.save(tree, "model.safetensors")`',
     ),
 )
+_BEGINNINGS = {
+    _MSGPACK: re.compile(rb"(?:[\x81-\x8f]|\xde..|\xdf....)(?:[\xa1-\xbf]|\xd9.)[ -~]", re.DOTALL),  # {"text": …}
+    EQUINOX: re.compile(rb"\{[^\n]*\n\x93NUMPY"),  # after a line of hyperparameters
+}
 
 
-def foreign(names: Iterable[str]) -> str:
-    """The kind of file that the first of these names is known for, and the fix; empty if none is known."""
+def foreign(names: Iterable[str], head: bytes = b"") -> str:
+    """The kind of file that the first of these names is known for, or one with this beginning, and the fix; empty if
+    none is known.
+    """
     there = sorted(names)
     for patterns, what, fix in _FOREIGN:
+        begins = what in _BEGINNINGS and _BEGINNINGS[what].match(head)
         for name in there:
-            if any(fnmatchcase(name, pattern) for pattern in patterns):
-                return f"{name} looks like {what}; save it as {fix}. "
+            if begins or any(fnmatchcase(name, pattern) for pattern in patterns):
+                return f"{name} looks like {what}; {fix}. "
     return ""
 
 
@@ -361,7 +378,9 @@ def find_contents(where: Location) -> Contents:
             if kind and kind.open in (open_archive, open_npy) and foreign([file.name]):
                 kind = None
         if kind is None:
-            raise CheckpointError(f"{where} is in no known format; {foreign([where.name])}supported: {_SUPPORTED}")
+            raise CheckpointError(
+                f"{where} is in no known format; {foreign([where.name], head)}supported: {_SUPPORTED}"
+            )
         found.add(kind.open(file))
         found.format = kind.name
         found.check_parts(file.parent)

@@ -28,16 +28,8 @@ from lazymodel import Adapter, Checkpoint, CheckpointError, LazyModelError, Lazy
 from lazymodel._remote.path import Location, RemotePath
 from lazymodel._tensors.byte_reader import FileReader
 from lazymodel._tensors.casting import SAFE, UNSAFE, check_mode, converted, refusal
-from lazymodel._tensors.lazy import lazy
-from lazymodel._tensors.shards import (
-    MismatchedTensor,
-    StoredTensor,
-    left_over,
-    misshapen,
-    stored_tensors,
-    unused_tensors,
-    where,
-)
+from lazymodel._tensors.lazy import lazy, left_over
+from lazymodel._tensors.shards import MismatchedTensor, StoredTensor, misshapen, stored_tensors, unused_tensors, where
 from lazymodel.checkpoints._verify import Verify, verify_files
 from lazymodel_keras import _upstream
 from lazymodel_keras._record.files import Leftovers, RemoteFiles, checkpoint_files, open_decoded, whole
