@@ -404,6 +404,11 @@ def _without_weight_files(where: Location) -> Contents:
             found.format = "pytorch"
             found.add_loose(files, PyTorchFile)
             return found
+        if isinstance(where, RemotePath) and not where.store.lists:
+            raise CheckpointError(
+                f"cannot read {where}: the server answers 404 (not found), or with a page, for it and for the files of "
+                "a checkpoint's folder below it. Check the address; web servers list no folders: give that of a file"
+            )
         others = foreign(file.name for file in where.glob("*"))
         raise CheckpointError(f"found no checkpoint in folder {where}; {others}supported: {_SUPPORTED}")
     found.format = "numpy"
