@@ -61,7 +61,9 @@ def test_an_http_endpoint_is_said_to_be_that_and_asked_if_allowed(kind: str) -> 
 def test_what_a_web_server_does_not_have_is_said_to_be_that() -> None:
     with scripted(lambda request: (404, {}, b"")) as origin:
         for path in ("w.safetensors", "folder", "folder/"):
-            with pytest.raises(lm.CheckpointError, match=rf"cannot read {origin}/{path.rstrip('/')}: .* 404 \(not found\)") as error:
+            with pytest.raises(
+                lm.CheckpointError, match=rf"cannot read {origin}/{path.rstrip('/')}: .* 404 \(not found\)"
+            ) as error:
                 lm.open_checkpoint(f"{origin}/{path}")
             assert "supported" not in str(error.value)
 
