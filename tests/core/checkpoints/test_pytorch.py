@@ -316,8 +316,8 @@ WRONG = {
     "keys": ({1: tensor(), "1": tensor()}, "each key of a dict once, found '1' twice"),
     "a call": ({"w": called("torch._utils._rebuild_other", tensor())}, "'w' made by 'torch._utils._rebuild_other'"),
     "a storage": (
-        {"w": Opcodes(tensor(dtype="uint8", count=24).replace(b"ByteStorage", b"QInt8Storage"))},
-        "one of the dtypes bool, .* found torch.QInt8Storage",
+        {"w": Opcodes(tensor(dtype="uint8", count=24).replace(b"ByteStorage", b"OtherStorage"))},
+        "one of the dtypes bool, .* found torch.OtherStorage",
     ),
     "hooks": ({"w": called("collections.OrderedDict", [("a", 1)])}, "tensors made of storages"),
     "no tensor": (called("torch._utils._rebuild_parameter", 1, True, None), "tensors made of storages"),
