@@ -146,7 +146,7 @@ class H5File:
             if not self._handle:
                 path, base = self.source.path, self.source.base
                 whole = base == 0 and self.size == self.source.size and not self.source.remote
-                fix = f"found {self.size} bytes of one, or it is corrupt. Download or copy it again."
+                fix = f"found {self.size} bytes, truncated or corrupt. Download or copy it again."
                 with corrupt(f"{path}: expected a whole HDF5 file, {fix}"):
                     # No chunk cache: chunks are read once, and what a reading needs would come on top.
                     target = path if whole else Window(self.source, base, self.size)

@@ -74,6 +74,7 @@ _SUPPORTED = (
 )
 
 
+_HEAD = 1 << 16  # bytes that are looked at, to know what a file is; a first line of text may be long
 _MSGPACK = "Flax' msgpack"
 # Formats that are known and not read: patterns of names, what such a file is, and how it becomes one that is read. The
 # first that fits is meant.
@@ -378,6 +379,8 @@ def find_contents(where: Location) -> Contents:
             if kind and kind.open in (open_archive, open_npy) and foreign([file.name]):
                 kind = None
         if kind is None:
+            with file.open("rb") as stream:
+                head = stream.read(_HEAD) or head
             raise CheckpointError(
                 f"{where} is in no known format; {foreign([where.name], head)}supported: {_SUPPORTED}"
             )

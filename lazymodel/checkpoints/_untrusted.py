@@ -34,7 +34,6 @@ CORRUPT = "it is corrupt"
 TRUNCATED = "it is truncated or corrupt. Download or copy it again."
 HOSTILE = "do not trust this checkpoint"
 _MAX_PATH = 4096  # characters; what Linux takes
-_HEAD = 1 << 16  # bytes that are looked at, to know what a file is
 _LFS = b"version https://git-lfs.github.com/spec/v1"
 LOCAL_HEADER = 30  # bytes of a member's local file header, before its name
 
@@ -85,7 +84,7 @@ def check_pointer(file: Location) -> bytes:
         if not stat.S_ISREG(file.stat().st_mode):
             raise mismatch(file, "a file", "a folder, a pipe or a device", HOSTILE)
         with file.open("rb") as stream:
-            head = stream.read(_HEAD) or b""
+            head = stream.read(512) or b""
     if head.startswith(_LFS):
         size = next((line[5:].decode() for line in head.splitlines() if line.startswith(b"size ")), "unknown")
         raise CheckpointError(
