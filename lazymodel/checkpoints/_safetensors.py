@@ -237,8 +237,8 @@ class SafetensorsFile(Checkpoint):
         strings = cast("dict[Any, Any]", metadata or {}).values() if isinstance(metadata, dict | None) else [None]
         if not all(isinstance(value, str) for value in strings):
             raise mismatch(path, "'__metadata__' to map strings to strings", reprlib.repr(metadata))
-        self.metadata = metadata or {}
-        _require_whole(path, self.metadata.get(SHARDING))
+        self.metadata = texts = cast("dict[str, str]", metadata or {})
+        _require_whole(path, texts.get(SHARDING))
         keys: dict[tuple[str, Any], Any] = dict.fromkeys(zip(dtypes, shapes, strict=True))
         keys = dict(zip(keys, range(len(keys)), strict=True))
         codes = np.fromiter(map(keys.__getitem__, zip(dtypes, shapes, strict=True)), np.int32, len(names))
@@ -271,8 +271,8 @@ class SafetensorsFile(Checkpoint):
         if used < available:
             raise mismatch(path, f"{used} bytes of tensors", f"{available - used} more bytes after them")
         self._kinds, self._codes, self._begins = kinds, codes, begins + 8 + len(data)
-        texts = self.metadata.items()
-        self.aliases = {other: name for other, name in texts if name in numbers and other not in numbers}
+        found = texts.items()
+        self.aliases = {other: name for other, name in found if name in numbers and other not in numbers}
         return numbers | {other: numbers[name] for other, name in self.aliases.items()}
 
     def _tensor(self, name: str) -> LazyTensor:
