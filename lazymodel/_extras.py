@@ -11,6 +11,7 @@ from typing import Any
 EXTRAS = {
     "copied": "lazymodel.extras.sync.reshard",
     "device_moves": "lazymodel.extras.sync.reshard",
+    "open_checkpoint": "lazymodel.checkpoints",  # no extra, but above those who take a path in place of it
     "run": "lazymodel.extras.run.run",
     "recorded": "lazymodel.extras.tables.recorded",
     "resized": "lazymodel.extras.tables.suggest",

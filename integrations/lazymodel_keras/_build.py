@@ -27,7 +27,7 @@ from lazymodel._errors import warn
 from lazymodel._sharding.follow import follow_weights
 from lazymodel._sharding.shard import Rules
 from lazymodel._show.progress import ReportTo
-from lazymodel._show.text import closest, folded_names, listed
+from lazymodel._show.text import closest, folded_names, listed, plural
 from lazymodel.checkpoints._untrusted import read_json_file, weight_map
 from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras import _upstream
@@ -270,7 +270,8 @@ def check_all_used(recording: Recording, what: str, *, strict: bool) -> None:
         names = (name for name in file.unused if not name.startswith("optimizer/"))
         unused = [name for name in names if name.rpartition("/")[0] not in visited]
         if unused:
-            messages.append(f"{path} holds {len(unused)} tensors that the model has no variable for: {listed(unused)}")
+            number = plural(len(unused), "tensor")
+            messages.append(f"{path} holds {number} that the model has no variable for: {listed(unused)}")
     messages += leftovers.unexpected()
     if not messages:
         return

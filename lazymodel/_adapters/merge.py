@@ -186,6 +186,7 @@ class MergedCheckpoint(Checkpoint):
         super().__init__(getattr(base, "path", None) or "the checkpoint", [*dict.fromkeys([*base, *made])], [])
         self._base, self._adapter, self._made = base, adapter, made
         self.format, self.metadata = getattr(base, "format", "unknown"), getattr(base, "metadata", None)
+        self.aliases = getattr(base, "aliases", {})
 
     def _tensor(self, name: str) -> LazyTensor:
         return self._made[name]() if name in self._made else lazy(self._base[name], name)

@@ -38,14 +38,15 @@ from lazymodel._abstract.variable import (
     trained_path,
 )
 from lazymodel._errors import CheckpointError, LazyModelError, warn
+from lazymodel._extras import extra
 from lazymodel._programs.jaxprs import is_key, key_data
 from lazymodel._programs.programs import CHUNK, ChunkedInit, InitRecipe, ProgramCache, chunked_init, run_recipes
-from lazymodel._show.text import closest, first_of, folded_names, listed
+from lazymodel._show.text import closest, first_of, folded_names, listed, plural
 from lazymodel._tensors.boxes import Box, bounding, box_shape, clip, shift, slabs
 from lazymodel._tensors.buffers import Steps, Workspace, assign
 from lazymodel._tensors.casting import SAFE, UNSAFE, check_mode, converted, refusal, scales_beside, weights
 from lazymodel._tensors.decoded import ComputedTensor
-from lazymodel._tensors.lazy import LazyTensor, lazy
+from lazymodel._tensors.lazy import LazyTensor, lazy, left_over
 from lazymodel._tensors.shards import MismatchedTensor, stored_tensors, where
 from lazymodel._tensors.tensor_source import CompositeSource, Part, TensorSource
 
@@ -56,10 +57,10 @@ def refuse_adapter(names: Iterable[str], what: str) -> None:
     """Raises CheckpointError if names of tensors, which no variable has, are those of a LoRA adapter."""
     if found := [name for name in names if _ADAPTER.fullmatch(name)]:
         raise CheckpointError(
-            f"{what} has {len(found)} tensors of a LoRA adapter: {listed(map(repr, found))}. They add to a weight "
-            "lora_alpha / r times their product, and neither number is among the tensors. Merge the adapter into the "
-            "base model's checkpoint first: lm.merge(checkpoint, lm.open_adapter(folder)); or keep its pairs, if the "
-            "model has some: WeightMap.adapters"
+            f"{what} has {plural(len(found), 'tensor')} of a LoRA adapter: {listed(map(repr, found))}. They add to a "
+            "weight lora_alpha / r times their product, and neither number is among the tensors. Merge the adapter "
+            "into the base model's checkpoint first: lm.merge(checkpoint, lm.open_adapter(folder)); or keep its pairs, "
+            "if the model has some: WeightMap.adapters"
         )
 
 
@@ -172,11 +173,11 @@ def _match(
     """The checkpoint's tensors by variable path, the names of all others, and the variables that get the tensor of a
     variable that began equal.
     """
-    unexpected = [name for name in checkpoint if name not in model.variables and name not in model.numbers]
+    unexpected = left_over(checkpoint, (*model.variables, *model.numbers))
     refuse_adapter(unexpected, described(checkpoint))
     if strict and unexpected:
         raise CheckpointError(
-            f"{described(checkpoint)} has {len(unexpected)} tensors that {model.name} has no variable for: "
+            f"{described(checkpoint)} has {plural(len(unexpected), 'tensor')} that {model.name} has no variable for: "
             f"{listed(map(repr, unexpected))}{closest(unexpected[0], list(model))}. "
             f"{model.framework.fix_names(unexpected)}, or pass strict=False to leave them out."
         )
@@ -274,10 +275,11 @@ def resolve_and_warn(
     left_out: list[str] = []
     if choice.unused:
         names = listed(map(repr, choice.unused))
-        left_out.append(f"{len(choice.unused)} tensors that {model.name} has no variable for: {names}")
+        left_out.append(f"{plural(len(choice.unused), 'tensor')} that {model.name} has no variable for: {names}")
     if choice.mismatched:
         texts = listed(map(str, choice.mismatched))
-        left_out.append(f"{len(choice.mismatched)} tensors of another shape, as if they were missing: {texts}")
+        number = plural(len(choice.mismatched), "tensor")
+        left_out.append(f"{number} of another shape, as if missing: {texts}")
     if left_out:
         warn(f"{described(checkpoint)}: strict=False leaves out {'; and '.join(left_out)}")
     if choice.missing and initialize is None:
@@ -428,15 +430,18 @@ class _WholeInitial(TensorSource):
         self._whole.release(self.name)
 
 
+def opened(given: Any) -> Any:
+    """The checkpoint at a path or URL; anything else as it is."""
+    return extra("open_checkpoint")(given) if isinstance(given, str | os.PathLike) else given
+
+
 def flat_checkpoint(checkpoint: Any) -> Mapping[str, Any] | None:
     """Returns the given tensors by path; None for None. Arrays on devices become lazy tensors over them.
 
     Raises:
-        CheckpointError: It holds no tensors; for example, a path that was not opened.
+        CheckpointError: It holds no tensors, or is a path that cannot be opened.
     """
-    if isinstance(checkpoint, str | os.PathLike):
-        name = os.fspath(cast("str | os.PathLike[str]", checkpoint)).partition("?")[0]  # a signed URL has a credential
-        raise CheckpointError(f"{name!r} is a path, not a checkpoint; open it first: lm.open_checkpoint({name!r})")
+    checkpoint = opened(checkpoint)
     if isinstance(checkpoint, ModelSpec):
         return lazy_values(checkpoint)
     if checkpoint is None or (isinstance(checkpoint, Mapping) and jax.tree_util.all_leaves([checkpoint])):

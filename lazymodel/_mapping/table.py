@@ -45,7 +45,7 @@ from lazymodel._mapping.match import (
 )
 from lazymodel._mapping.pairs import LowRank, PairSource, pair_products, pair_values
 from lazymodel._show.text import LISTED, closest, first_lines, fold, grouped_names, listed, unnumbered
-from lazymodel._tensors.lazy import LazyTensor, lazy
+from lazymodel._tensors.lazy import LazyTensor, lazy, left_over
 
 _MERGE = "lm.merge(checkpoint, adapter)"
 
@@ -403,9 +403,7 @@ class WeightMap:
                 for path in group:
                     report.missing.pop(path, None)
         names = [name for _, source in self._entries.values() if source is not None for name in source.names]
-        for name in checkpoint:
-            if name in tensors.taken:
-                continue
+        for name in left_over(checkpoint, tensors.taken):
             if name in ignored:
                 report.ignored[name] = ""
             else:
@@ -516,7 +514,7 @@ def map_checkpoint(
             tensors = Tensors(checkpoint)
             result, taken = mapping(tensors), tensors.taken
         flat = flatten_paths(result)
-        unused = [name for name in checkpoint if name not in taken]
+        unused = left_over(checkpoint, taken)
         return MappedCheckpoint({name: lazy(value, name) for name, value in flat.items()}, checkpoint, unused)
     if abstract is None:
         raise LazyModelError("a WeightMap is applied for a model: pass map_checkpoint the abstract model too")

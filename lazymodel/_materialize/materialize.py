@@ -82,8 +82,8 @@ def materialize(
     them must call this, and it fails in all or in none.
 
     Args:
-        checkpoint: An open checkpoint, a live model or other argument of `save`; None is that of `build_abstract`. Its
-            numbers replace the object's. What it lacks and began as another variable's array gets that one's tensor.
+        checkpoint: A checkpoint, open or its path, a live model or other argument of `save`; None: `build_abstract`'s.
+            Its numbers replace the object's. What it lacks and began as another variable's array gets that tensor.
         initialize: `"missing"` initializes what is missing in the checkpoint, `"nothing"` raises for it, `"all"`
             ignores the checkpoint. None is `"missing"` with a warning that lists what is missing in a given checkpoint.
         strict: True raises for a checkpoint tensor that the model has no variable for, or whose shape differs from its

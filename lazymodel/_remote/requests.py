@@ -244,6 +244,8 @@ _KINDS = {
 _SIGNS = (
     (("error following redirect", "url scheme is not allowed"),
       "the server redirects to an address that may not be read", False),
+    (("badscheme",), "the endpoint is http, which is rejected unless storage_options={'client_options': "
+      "{'allow_http': True}} allows it. Use https if the server has it", False),
     (("certificate",), "the server's certificate is not trusted", False),
     (("unexpectedrange", "content-range", "missingcontentlength", "header", "message head is too large", "toolarge"),
       "the server's answer has invalid headers, or too many or too long ones", False),

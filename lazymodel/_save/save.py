@@ -38,7 +38,7 @@ from lazymodel._save.orbax import OrbaxDestination
 from lazymodel._save.remote import RemoteDestination, check_writable, delete
 from lazymodel._save.write import check_budget, share_of, write_files
 from lazymodel._show.progress import Progress, ProgressTo, progress_for, reported
-from lazymodel._show.text import closest, listed, parse_budget, parse_bytes
+from lazymodel._show.text import closest, listed, parse_budget, parse_bytes, plural
 from lazymodel._tensors.boxes import Box, box_shape, slabs
 from lazymodel._tensors.casting import converted, refusal
 from lazymodel._tensors.lazy import LazyTensor
@@ -159,7 +159,8 @@ def write_to(
                 for file in target.files
             ]
             count = sum(len(file.tensors) for file in target.files)
-            stage.outcome = f"write {count} tensors to {len(named)} files, {named[0][0] if named else ''!r} first"
+            first = repr(named[0][0] if named else "")
+            stage.outcome = f"write {plural(count, 'tensor')} to {plural(len(named), 'file')}, {first} first"
             stage.details = repr((named, options.budget, sorted(options.metadata.items())))
             if several:
                 stage.shares = {

@@ -7,7 +7,7 @@ concatenation, and another order of elements. `_materialize/stream` decides wher
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import EllipsisType, NoneType
 from typing import Any, cast
 
@@ -314,3 +314,10 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     np.ndim: operator.attrgetter("ndim"),
     np.size: _size,
 }
+
+
+def left_over(checkpoint: Mapping[str, Any], used: Iterable[str]) -> list[str]:
+    """Names of tensors that are not used, neither by this name nor by another that the checkpoint has for them."""
+    aliases: Mapping[str, str] = getattr(checkpoint, "aliases", {})
+    taken = {aliases.get(name, name) for name in used}
+    return [name for name in checkpoint if aliases.get(name, name) not in taken]

@@ -60,6 +60,8 @@ class Checkpoint(Mapping[str, LazyTensor], contextlib.AbstractContextManager["Ch
         format: The format of its files, for reports.
         metadata: Their metadata, if the format has any: strings (safetensors'
             `__metadata__`), or also numbers, bools and lists (GGUF).
+        aliases: Names of tensors that are stored under another one → that name, as safetensors' metadata says; they
+            are names like any other.
 
     Example:
         >>> with lm.open_checkpoint("model.safetensors") as checkpoint:
@@ -69,6 +71,7 @@ class Checkpoint(Mapping[str, LazyTensor], contextlib.AbstractContextManager["Ch
 
     format: str = "unknown"
     metadata: Mapping[str, Any] | None = None
+    aliases: Mapping[str, str] = {}
 
     def __init__(self, path: str | Location, names: list[str] | dict[str, Any], sources: Sequence[ByteReader]) -> None:
         self.path = str(path)
@@ -149,6 +152,7 @@ class JoinedCheckpoint(Checkpoint):
                 )
             owners |= dict.fromkeys(names, part)
             self.format = part.format
+            self.aliases = {**self.aliases, **part.aliases}
             if isinstance(part.metadata, dict):  # others decode what is looked up
                 self.metadata = {**(self.metadata or {}), **part.metadata}
         super().__init__(path, owners, [source for part, _ in parts for source in part._sources])
@@ -184,7 +188,7 @@ class DecodedCheckpoint(Checkpoint):
     def __init__(self, stored: Checkpoint, plain: dict[str, Plain], left: dict[str, None], config: str) -> None:
         super().__init__(stored.path, [*left, *plain], stored._sources)
         self.stored, self.config, self._plain = stored, config, plain
-        self.format, self.metadata = stored.format, stored.metadata
+        self.format, self.metadata, self.aliases = stored.format, stored.metadata, stored.aliases
 
     def _tensor(self, name: str) -> LazyTensor:
         return self._plain[name].make() if name in self._plain else self.stored[name]

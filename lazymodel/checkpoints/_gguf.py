@@ -320,7 +320,7 @@ def open_gguf(path: Location) -> Checkpoint:
             found = f"(split.no, split.count, split.tensors.count) = {tuple(stated)}"
             raise mismatch(part.path, expected, found, "the files are not of one model")
     if (found := sum(map(len, parts))) != tensors:
-        raise mismatch(path, f"{tensors} tensors in {count} files", found, "download them again")
+        raise mismatch(path, f"{plural(tensors, 'tensor')} in {plural(count, 'file')}", found, "download them again")
     joined = JoinedCheckpoint(path, [(part, part.keys()) for part in parts])
     for part in parts:
         part.whole = joined

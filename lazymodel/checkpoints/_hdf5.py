@@ -146,8 +146,8 @@ class H5File:
             if not self._handle:
                 path, base = self.source.path, self.source.base
                 whole = base == 0 and self.size == self.source.size and not self.source.remote
-                fix = "found one that is truncated or corrupt. Download or copy it again."
-                with corrupt(f"{path}: expected an HDF5 file of {self.size} bytes, {fix}"):
+                fix = f"found {self.size} bytes, truncated or corrupt. Download or copy it again."
+                with corrupt(f"{path}: expected a whole HDF5 file, {fix}"):
                     # No chunk cache: chunks are read once, and what a reading needs would come on top.
                     target = path if whole else Window(self.source, base, self.size)
                     handle = h5py.File(target, "r", rdcc_nbytes=0)
@@ -531,7 +531,7 @@ def _dataset_names(file: H5File) -> list[str]:
     path = file.source.path
     try:
         with (
-            corrupt(f"{path}: expected {file.size} bytes of HDF5, found a corrupt file"),
+            corrupt(f"{path}: expected an HDF5 file, found {file.size} bytes that are corrupt"),
             Window(file.source, file.source.base, file.size) as window,
         ):
             root = file.open()

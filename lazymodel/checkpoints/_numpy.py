@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Generator, Sequence
 from typing import Any, cast
 
+import ml_dtypes
 import numpy as np
 
 from lazymodel._errors import CheckpointError
@@ -41,6 +42,12 @@ from lazymodel.checkpoints._untrusted import (
     zip_directory,
 )
 
+EQUINOX = "leaves of an Equinox model, which have no names"
+SAVE_EQUINOX = (
+    "save it as safetensors: `with open(path, 'rb') as file: lm.save(eqx.tree_deserialise_leaves(file, abstract.tree), "
+    "'model.safetensors')`, with `abstract = lm.build_abstract(...)` and, if a line of JSON comes first, "
+    "`file.readline()` before"
+)
 _MAX_HEADER = 12 + 10_000  # bytes: magic and length, then as much header as NumPy itself reads from untrusted files
 
 _PIECE = 1 << 20  # decompressed bytes that are held at once
@@ -128,7 +135,7 @@ def open_npz(path: Location) -> NumpyCheckpoint:
             if member.endswith(".npy"):
                 raise mismatch(path, f"an array in member {member!r}", f"{head[:6]!r} as its first bytes", TRUNCATED)
             continue
-        name = member.removesuffix(".npy")
+        name = member.removesuffix(".npy").replace("//", "/")  # Haiku's `scope//name`
         if name in tensors:
             raise mismatch(path, "each array once", f"two named {name!r}")
         values: ByteReader = source
@@ -158,15 +165,20 @@ def _array(name: str, what: str, head: bytes, source: ByteReader, start: int, si
     if dtype.hasobject:
         found = "pickled Python objects, which can run any code when they are read"
         raise mismatch(what, "numbers", found, f"{HOSTILE}, or save the numbers in it as arrays of their own")
-    if dtype.kind == "V" and dtype.names is None and dtype.subdtype is None:
-        found = f"{dtype.itemsize}-byte values of an unknown type ({dtype.str}), as NumPy writes bfloat16 or float8"
-        fix = "save them as safetensors, or as integers (array.view('uint16')) that you view as what they are"
+    if dtype == np.dtype("V2"):  # all that NumPy writes of bfloat16, the only type of two bytes that it does not know
+        dtype = np.dtype(ml_dtypes.bfloat16)
+    elif dtype.kind == "V" and dtype.names is None and dtype.subdtype is None:
+        found = f"{dtype.itemsize}-byte values of an unknown type ({dtype.str}), as NumPy writes float8 or int4"
+        fix = "save them as safetensors, or as integers (array.view('uint8')) that you view as what they are"
         raise mismatch(what, "numbers", found, fix)
-    if dtype.kind not in "biufc":
+    elif dtype.kind not in "biufc":
         raise mismatch(what, "numbers", str(dtype), "records, text and dates cannot be weights")
     if len(shape) > MAX_DIMENSIONS or counts(shape) is None:  # the header reader accepts any ints, True among them
         raise mismatch(what, "a shape of non-negative ints", str(shape)[:200])
     nbytes, begin = math.prod(shape) * dtype.itemsize, stream.tell()
+    more = not isinstance(source, _MemberReader) and nbytes < size - begin
+    if more and source.peek(start + begin + nbytes, 6) == np.lib.format.MAGIC_PREFIX:
+        raise mismatch(what, "one array", f"others after it, like {EQUINOX}", SAVE_EQUINOX)
     if nbytes != size - begin:
         raise mismatch(what, f"{nbytes} bytes for {dtype}{list(shape)}", size - begin, TRUNCATED)
     if not nbytes:

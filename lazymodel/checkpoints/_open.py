@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import reprlib
 import warnings
 from collections import Counter
@@ -29,10 +30,10 @@ from lazymodel._show.text import first_lines, format_bytes, plural, printable
 from lazymodel.checkpoints._checkpoint import Checkpoint, DecodedCheckpoint, decoded, newest_step, place_of
 from lazymodel.checkpoints._gguf import model_files, open_gguf, split_names
 from lazymodel.checkpoints._hdf5 import open_archive, open_hdf5
-from lazymodel.checkpoints._numpy import npy_names, open_npy, open_npy_folder, open_npz
+from lazymodel.checkpoints._numpy import EQUINOX, SAVE_EQUINOX, npy_names, open_npy, open_npy_folder, open_npz
 from lazymodel.checkpoints._orbax import OrbaxCheckpoint, find_item
 from lazymodel.checkpoints._pytorch import PyTorchFile, model_weights, pytorch_files
-from lazymodel.checkpoints._safetensors import Contents, Index, SafetensorsFile, is_numbered, short, some
+from lazymodel.checkpoints._safetensors import Contents, Index, SafetensorsFile, is_numbered, loose_files, short, some
 from lazymodel.checkpoints._untrusted import check_pointer, indexed_shards, read_json_file, weight_map
 from lazymodel.checkpoints._verify import Verify, mismatches, no_hash, stated_hashes, verify_files
 
@@ -76,45 +77,62 @@ _SUPPORTED = (
 )
 
 
+_HEAD = 1 << 16  # bytes that are looked at, to know what a file is; a first line of text may be long
+_MSGPACK = "Flax' msgpack"
 # Formats that are known and not read: patterns of names, what such a file is, and how it becomes one that is read. The
 # first that fits is meant.
 _FOREIGN = (
     (
         ("*.distcp",),
         "a checkpoint of torch.distributed",
-        "a file that is read, where PyTorch is: "
+        "save it as a file that is read, where PyTorch is: "
         '`torch.distributed.checkpoint.format_utils.dcp_to_torch_save(folder, "model.pt")`',
+    ),
+    (
+        ("*.pt2",),
+        "a program of torch.export",
+        "save its weights as safetensors, where PyTorch is: "
+        '`safetensors.torch.save_file(torch.export.load(path).state_dict, "model.safetensors")`',
     ),
     (
         ("*.index", "*.data-?????-of-?????", "saved_model.pb"),
         "a checkpoint of TensorFlow",
-        'Keras weights, where it can be loaded: `model.save_weights("model.weights.h5")`',
+        'save it as Keras weights, where it can be loaded: `model.save_weights("model.weights.h5")`',
     ),
     (
         ("*.msgpack", "checkpoint", "checkpoint_*"),
-        "Flax' msgpack",
-        'safetensors: `lm.save(flax.serialization.msgpack_restore(open(path, "rb").read()), "model.safetensors")`',
+        _MSGPACK,
+        'save it as safetensors: `lm.save(flax.serialization.msgpack_restore(open(path, "rb").read()), '
+        '"model.safetensors")`',
     ),
+    (("*.eqx",), EQUINOX, SAVE_EQUINOX),
     (
-        ("*.eqx",),
-        "leaves of an Equinox model, which have no names",
-        'safetensors: `lm.save(eqx.tree_deserialise_leaves(path, model), "model.safetensors")`',
+        ("*.tar", "*.tar.*", "*.tgz", "*.gz", "*.lz4", "*.zst", "*.xz", "*.bz2"),
+        "a packed archive",
+        "unpack it, and open what is in it",
     ),
     (
         ("*.pkl", "*.pickle"),
         "a Python pickle, which can run any code when it is read",
-        'safetensors, if you trust it: `lm.save(tree, "model.safetensors")`',
+        'save it as safetensors, if you trust it: `lm.save(tree, "model.safetensors")`',
     ),
 )
+_BEGINNINGS = {
+    _MSGPACK: re.compile(rb"(?:[\x81-\x8f]|\xde..|\xdf....)(?:[\xa1-\xbf]|\xd9.)[ -~]", re.DOTALL),  # {"text": …}
+    EQUINOX: re.compile(rb"\{[^\n]*\n\x93NUMPY"),  # after a line of hyperparameters
+}
 
 
-def foreign(names: Iterable[str]) -> str:
-    """The kind of file that the first of these names is known for, and the fix; empty if none is known."""
+def foreign(names: Iterable[str], head: bytes = b"") -> str:
+    """The kind of file that the first of these names is known for, or one with this beginning, and the fix; empty if
+    none is known.
+    """
     there = sorted(names)
     for patterns, what, fix in _FOREIGN:
+        begins = what in _BEGINNINGS and _BEGINNINGS[what].match(head)
         for name in there:
-            if any(fnmatchcase(name, pattern) for pattern in patterns):
-                return f"{name} looks like {what}; save it as {fix}. "
+            if begins or any(fnmatchcase(name, pattern) for pattern in patterns):
+                return f"{name} looks like {what}; {fix}. "
     return ""
 
 
@@ -317,7 +335,7 @@ def weight_files(folder: Location) -> Sequence[Location]:
     for name in ("model.safetensors", "model.weights.json", "model.weights.h5"):
         if (folder / name).exists():
             return [folder / name]
-    return matching(folder, "*.safetensors") or model_files(folder)
+    return loose_files(folder) or model_files(folder)
 
 
 def find_contents(where: Location) -> Contents:
@@ -382,6 +400,7 @@ def _find_contents(where: Location) -> Contents:
             return found
         found.metadata = content.get("metadata")
         found.add_indexed(index, kind.open)
+        found.check_parts(file.parent)
         return found
     found.format = "unknown" if kind is None else kind.name
     with found.noting(file if there else None):
@@ -392,9 +411,14 @@ def _find_contents(where: Location) -> Contents:
             if kind and kind.open in (open_archive, open_npy) and foreign([file.name]):
                 kind = None
         if kind is None:
-            raise CheckpointError(f"{where} is in no known format; {foreign([where.name])}supported: {_SUPPORTED}")
+            with file.open("rb") as stream:
+                head = stream.read(_HEAD) or head
+            raise CheckpointError(
+                f"{where} is in no known format; {foreign([where.name], head)}supported: {_SUPPORTED}"
+            )
         found.add(kind.open(file))
         found.format = kind.name
+        found.check_parts(file.parent)
     return found
 
 
@@ -415,6 +439,11 @@ def _without_weight_files(where: Location) -> Contents:
             found.format = "pytorch"
             found.add_loose(files, PyTorchFile)
             return found
+        if isinstance(where, RemotePath) and not where.store.lists:
+            raise CheckpointError(
+                f"cannot read {where}: the server answers 404 (not found), or with a page, for it and for the files of "
+                "a checkpoint's folder below it. Check the address; web servers list no folders: give that of a file"
+            )
         others = foreign(file.name for file in matching(where, "*"))
         raise CheckpointError(f"found no checkpoint in folder {where}; {others}supported: {_SUPPORTED}")
     found.format = "numpy"

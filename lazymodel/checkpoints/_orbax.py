@@ -48,6 +48,7 @@ from lazymodel.checkpoints._untrusted import (
     files_inside,
     is_number,
     mismatch,
+    read_at_most,
     read_json_file,
 )
 
@@ -64,6 +65,10 @@ _COMMITTED = "commit_success.txt"
 _OWN = frozenset(
     (METADATA, _STEP_METADATA, MANIFEST, _V1_MARK, _COMMITTED, "_sharding", "_strings.json", "array_metadatas", "d")
 )
+_AGGREGATE = "checkpoint"  # a file of a tree in msgpack, in which Orbax before 0.5 also put small arrays
+_ARRAY = re.compile(rb"(?:\xc7.|\xc8..|\xc9....)\x01\x93", re.DOTALL)  # an extension of type 1: shape, dtype, bytes
+_MAX_AGGREGATE = 1 << 30  # bytes
+_OLD = "they are in the 'checkpoint' file of an old Orbax: restore it with Orbax and save it again"
 _WAIT = "wait until saving has finished, or open another folder"
 _UNFINISHED = ".orbax-checkpoint-tmp"
 _STEP = re.compile(r"(?:(.+)_)?(\d+)")
@@ -240,8 +245,8 @@ class Tree:
                 names[name], owners[stored_as] = stored_as, keys
         if missing:
             fix = "copy the whole checkpoint again"
-            if (item / "checkpoint").is_file():
-                fix = "they are in the 'checkpoint' file of an old Orbax: restore it with Orbax and save it again"
+            if (item / _AGGREGATE).is_file():
+                fix = _OLD
             expected = f"{len(self.leaves)} arrays and values"
             raise mismatch(item, expected, f"none stored for {len(missing)}: {listed(missing)}", fix)
         if twice := sorted(self.empty.keys() & names.keys()):
@@ -313,11 +318,14 @@ def _attempt(function: Callable[[], T], failed: str, remote: bool) -> T:
     try:
         return function()
     except _FAILURES as error:
+        text, fix = str(error).partition(" [tensorstore_spec")[0], "It is truncated or corrupt; copy it again."
+        if re.search('"(?:dtype|data_type)"', text):
+            fix = "tensorstore has no such dtype; save it as another one."
         if not remote:
-            raise CheckpointError(f"{failed}: {error}. It is truncated or corrupt; copy it again.") from error
+            raise CheckpointError(f"{failed}: {text}. {fix}") from error
         # Its text has URLs with signatures, and the server's text: only its code is shown.
-        code = found[0] if (found := re.match("[A-Z_]+(?=:)", str(error))) else type(error).__name__
-    raise CheckpointError(f"{failed}: {code}. It is truncated or corrupt, or the store refuses access.")
+        code = found[0] if (found := re.match("[A-Z_]+(?=:)", text)) else type(error).__name__
+    raise CheckpointError(f"{failed}: {code}. {fix} Or the store refuses access.")
 
 
 class OrbaxCheckpoint(Checkpoint):
@@ -375,6 +383,9 @@ class OrbaxCheckpoint(Checkpoint):
         if tree is None:
             # The only names are those of the storage, in which a dot of a key looks like a step into the tree.
             tree = Tree([(tuple(name.split(".")) if name else (), "jax.Array") for name in arrays], {}, {})
+            aggregate = item / _AGGREGATE
+            if aggregate.is_file() and _ARRAY.search(read_at_most(aggregate, _MAX_AGGREGATE, "a tree in msgpack")):
+                raise mismatch(item, "every array in a file of its own", f"some in {_AGGREGATE!r}", _OLD)
         self._stored = {name: (stored, arrays[stored]) for name, stored in tree.names(item, arrays).items()}
         self._complete = bool(tree.fields.get("store_array_data_equal_to_fill_value", False))
         first = [item / MANIFEST, item / METADATA, *self._places]

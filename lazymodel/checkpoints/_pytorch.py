@@ -3,7 +3,8 @@
 A file is a zip archive of members that are not compressed: `NAME/data.pkl`, a pickle of everything but the bytes of
 tensors, and `NAME/data/KEY`, the bytes of one storage, of which tensors are views by offset, shape and strides. The
 pickle is interpreted here, with the instructions that make dicts, lists, numbers and text, and a table of the names
-that tensors are made with; any other instruction or name is refused. Format: `torch/serialization.py`, `_save`.
+that tensors are made with. Any other name makes an inert value, whose content is searched for tensors; any other
+instruction is refused. Format: `torch/serialization.py`, `_save`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import pickletools
 import reprlib
 import zipfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import ml_dtypes
@@ -27,7 +29,7 @@ from lazymodel._tensors.byte_reader import ByteReader
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.tensor_source import FileTensor
 from lazymodel.checkpoints._checkpoint import Checkpoint, TensorHeader
-from lazymodel.checkpoints._safetensors import short
+from lazymodel.checkpoints._safetensors import is_numbered, loose_files, short
 from lazymodel.checkpoints._untrusted import (
     LOCAL_HEADER,
     MAX_DIMENSIONS,
@@ -49,6 +51,12 @@ _HEADERS = 2000  # that are fetched together: fewer than the blocks of an object
 
 _CONVERT = (
     'convert it where PyTorch is: `state = torch.load(path, weights_only=True, map_location="cpu")`, then '
+    '`safetensors.torch.save_file(state, "model.safetensors")`'
+)
+_PLAIN = (
+    'convert it where PyTorch is: `state = torch.load(path, weights_only=True, map_location="cpu")`, then make its '
+    "tensors plain: sparse ones by `.to_dense()`, quantized ones by `.dequantize()`, conjugated or negated ones by "
+    "`.resolve_conj().resolve_neg()`, others by `.to(dtype)`; and then "
     '`safetensors.torch.save_file(state, "model.safetensors")`'
 )
 _TRUST = (
@@ -78,11 +86,23 @@ _STORAGES["torch.storage.UntypedStorage"] = _DTYPES["torch.uint8"]
 _REBUILD = {"torch._utils._rebuild_tensor_v2": False, "torch._utils._rebuild_tensor_v3": True}
 _PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 _ORDERED, _VALUES = "collections.OrderedDict", ("torch.Size", "torch.device")
-_KNOWN = {*_DTYPES, *_STORAGES, *_REBUILD, *_PARAMETERS, _ORDERED, *_VALUES}
+_WITH_ATTRIBUTES = "torch._tensor._rebuild_from_type_v2"  # function, class, arguments and attributes of a tensor
+_MODULE = ("_parameters", "_buffers", "_modules")  # attributes of modules, which a `state_dict` does not name
 
 
 class _Name(str):
     """A name that a pickle would import. Nothing is."""
+
+
+class _Inert:
+    """What a name that is not known would make: the arguments of the call, which is not made, and what was added."""
+
+    def __init__(self, name: str, arguments: Any = ()) -> None:
+        self.name, self.arguments = name, arguments
+        self.values, self.parts = list[Any](), list[Any]()  # what was appended; items and attributes
+
+    def __repr__(self) -> str:
+        return f"{short(self.name)}{reprlib.repr(self.arguments)}"
 
 
 class _Storage(NamedTuple):
@@ -114,12 +134,14 @@ class PyTorchFile(Checkpoint):
     """One file of `torch.save`: name → tensor. Opening reads the archive's directory and the pickle.
 
     Dicts and lists in each other become names: `{"model": {"w": …}, "ema": [a, b]}` has `model.w`, `ema.0` and `ema.1`.
-    What is no tensor (numbers, text, None) is left out. A tensor alone is named as the file is. Tensors that share
-    their bytes are as many tensors here, at the same place of the file.
+    Objects are dicts of their attributes, and a module's names are those of its `state_dict`. What is not a tensor
+    (numbers, text, None, NumPy's arrays) is left out. A tensor alone is named as the file is. Tensors that share their
+    bytes are as many tensors here, at the same place of the file.
 
     Raises:
         CheckpointError: The file is missing, truncated, a Git LFS pointer, older than PyTorch 1.6, big-endian, has
-            compressed or encrypted members, a name that no tensor is made with, or a tensor that exceeds its storage.
+            compressed or encrypted members, objects but no tensors, a tensor that is not stored as its values (sparse,
+            quantized), or one that exceeds its storage.
     """
 
     format = "pytorch"
@@ -135,7 +157,11 @@ class PyTorchFile(Checkpoint):
             raise mismatch(path, "little-endian values", "big-endian ones", _CONVERT)
         pickle = _read(self.source, path, members[f"{root}data.pkl"])
         with corrupt(f"{path}: expected a pickle of tensors, found a corrupt one"):
-            found = _flat(str(path), path.name.rpartition(".")[0], _Interpreter(str(path)).run(pickle), len(pickle))
+            interpreter = _Interpreter(str(path))
+            found = _flat(str(path), path.name.rpartition(".")[0], interpreter.run(pickle), len(pickle))
+        if interpreter.unknown and not found:
+            names = listed([repr(short(name)) for name in interpreter.unknown])
+            raise mismatch(path, "tensors", f"none, but {names}, which loading it would import", _TRUST)
         starts = _starts(self.source, path, members, root, {each.storage: None for each in found.values()})
         self._places = {
             name: _place(f"{path}: tensor {short(name)!r}", tensor, starts) for name, tensor in found.items()
@@ -165,9 +191,18 @@ def model_weights(folder: Location) -> Sequence[Location]:
 
 
 def in_place_of(name: str, folder: Location) -> Location | None:
-    """PyTorch's file, or index of such, that a folder has in place of `model.safetensors`; None for other names."""
-    files = model_weights(folder) if name == "model.safetensors" and not (folder / name).exists() else []
-    return files[0] if len(files) == 1 else None
+    """What a folder has in place of `model.safetensors`: the first of its numbered files, an index or a file of
+    PyTorch's. None for other names."""
+    if name != "model.safetensors" or (folder / name).exists():
+        return None
+    files = [file for file in loose_files(folder) if is_numbered(file.name)] or model_weights(folder)
+    return next(iter(files), None)
+
+
+def is_loose_shard(path: str | Location) -> bool:
+    """Returns True for a numbered file of a folder without an index."""
+    file = Path(path) if isinstance(path, str) else path
+    return is_numbered(file.name) and not any(True for _ in file.parent.glob("*.index.json"))
 
 
 def pytorch_files(folder: Location) -> Sequence[Location]:
@@ -262,14 +297,17 @@ def _place(what: str, tensor: _Tensor, starts: Mapping[str, int]) -> _Place:
 def _flat(path: str, stem: str, content: Any, nbytes: int) -> dict[str, _Tensor]:
     """Name → tensor in dicts and lists in each other, as many as a pickle of so many bytes can name."""
     found: dict[str, _Tensor] = {}
+    inside: list[_Inert] = []
     left = 1_000_000 + _MAX_NAMES * nbytes
 
-    def visit(name: str | None, value: Any, depth: int) -> None:
+    def visit(name: str | None, value: Any, depth: int, maker: str = "") -> None:
         nonlocal left
         left -= 1 + len(name or "")
         if depth > _MAX_DEPTH or left < 0:
             expected = f"dicts and lists at most {_MAX_DEPTH} deep, and not one of them everywhere"
             raise mismatch(path, expected, f"more at {short(name or '')!r}")
+        if maker and isinstance(value, _Tensor | _Storage):
+            raise mismatch(path, "tensors as they are stored", maker, _PLAIN)
         if isinstance(value, _Tensor):
             name = stem if name is None else name
             if name in found:
@@ -277,13 +315,20 @@ def _flat(path: str, stem: str, content: Any, nbytes: int) -> dict[str, _Tensor]
             found[name] = value
         elif isinstance(value, dict):
             for key, each in cast("dict[str, Any]", value).items():
-                visit(key if name is None else f"{name}.{key}", each, depth + 1)
+                inner = name if key in _MODULE else key if name is None else f"{name}.{key}"
+                visit(inner, each, depth + 1, maker)
+        elif isinstance(value, _Inert) and value not in inside:  # objects refer to each other in circles
+            inside.append(value)
+            visit(name, value.arguments, depth + 1, maker or f"{short(name or stem)!r} made by {value.name!r}")
+            for part in (value.values, *value.parts):
+                visit(name, part, depth + 1, maker)
+            inside.pop()
         elif isinstance(value, list | tuple):
             values = cast("Sequence[Any]", value)
             left -= len(values)
             for number, each in enumerate(values):
-                if isinstance(each, dict | list | tuple):  # numbers can be many
-                    visit(str(number) if name is None else f"{name}.{number}", each, depth + 1)
+                if isinstance(each, dict | list | tuple | _Inert):  # numbers can be many
+                    visit(str(number) if name is None else f"{name}.{number}", each, depth + 1, maker)
 
     visit(None, content, 0)
     return found
@@ -308,6 +353,7 @@ class _Interpreter:
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
+        self.unknown: dict[str, None] = {}  # names of what is left inert
 
     def run(self, data: bytes) -> Any:
         """What a pickle holds."""
@@ -343,21 +389,26 @@ class _Interpreter:
                 stack.append(tuple(self._since_mark()))
             case "APPEND" | "APPENDS" | "ADDITEMS":
                 values = [stack.pop()] if code == "APPEND" else self._since_mark()
-                stack[-1].extend(values)
+                (stack[-1].values if isinstance(stack[-1], _Inert) else stack[-1]).extend(values)
             case "SETITEM" | "SETITEMS":
                 pairs = [stack.pop(-2), stack.pop()] if code == "SETITEM" else self._since_mark()
-                self._set_items(stack[-1], pairs)
+                if isinstance(target := stack[-1], _Inert):
+                    target.parts.append(target := {})
+                self._set_items(target, pairs)
             case "GLOBAL" | "STACK_GLOBAL":
                 name = argument.replace(" ", ".") if code == "GLOBAL" else f"{stack.pop(-2)}.{stack.pop()}"
-                if name not in _KNOWN:
-                    found = f"{short(name)!r}, which loading it would import"
-                    raise mismatch(self.path, "tensors, numbers and text in dicts and lists", found, _TRUST)
                 stack.append(_Name(name))
             case "REDUCE":
                 arguments = stack.pop()
                 stack[-1] = self._made(stack[-1], arguments)
+            case "NEWOBJ":
+                arguments = stack.pop()
+                stack[-1] = self._inert(stack[-1])
+                stack[-1].parts.append(arguments)
             case "BUILD":  # attributes, such as the versions of modules that a state_dict has
-                stack.pop()
+                attributes = stack.pop()
+                if isinstance(stack[-1], _Inert):
+                    stack[-1].parts.append(attributes)
             case "BINPERSID":
                 stack[-1] = self._storage(stack[-1])
             case _:
@@ -371,9 +422,7 @@ class _Interpreter:
 
     def _set_items(self, target: Any, pairs: Sequence[Any]) -> None:
         for key, value in zip(pairs[::2], pairs[1::2], strict=True):
-            if not isinstance(key, str | int):
-                raise mismatch(self.path, "text or ints as keys", reprlib.repr(type(key)), _CONVERT)
-            if (text := str(key)) in target:
+            if (text := str(key) if isinstance(key, str | int) else reprlib.repr(key)) in target:
                 raise mismatch(self.path, "each key of a dict once", f"{short(text)!r} twice", _CONVERT)
             target[text] = value
 
@@ -389,16 +438,34 @@ class _Interpreter:
                 own_dtype = _REBUILD[name]
                 if any(values[6 + own_dtype :]):
                     found = "a tensor that is conjugated or negated when it is read"
-                    raise mismatch(self.path, "values as they are stored", found, _CONVERT)
-                return _Tensor(values[0], _DTYPES[values[6]] if own_dtype else values[0].dtype, *values[1:4])
-            if name in _PARAMETERS and isinstance(values[0], _Tensor):
+                    raise mismatch(self.path, "values as they are stored", found, _PLAIN)
+                dtype = self._dtype(values[6], _DTYPES) if own_dtype else values[0].dtype
+                return _Tensor(values[0], dtype, *values[1:4])
+            if name in _PARAMETERS and isinstance(values[0], _Tensor | _Inert):
                 return values[0]
+            if name == _WITH_ATTRIBUTES and values[0] in (*_REBUILD, *_PARAMETERS):
+                return self._made(values[0], values[2])
+            if name not in (_ORDERED, *_REBUILD, *_PARAMETERS):
+                return self._inert(name, arguments)
         found = f"{short(str(name))!r} made of {reprlib.repr(arguments)}"
         raise mismatch(self.path, "tensors made of storages", found)
+
+    def _inert(self, name: Any, arguments: Any = ()) -> _Inert:
+        if not isinstance(name, _Name):
+            raise mismatch(self.path, "the name of a class", reprlib.repr(name))
+        self.unknown[name] = None
+        return _Inert(name, arguments)
 
     def _storage(self, described: Any) -> _Storage:
         """What a persistent id describes: ("storage", its class, its key, the device that it was on, its elements)."""
         kind, name, key, _, count = described
         if kind != "storage" or not isinstance(name, _Name) or not isinstance(key, str) or counts((count,)) is None:
             raise mismatch(self.path, "the id of a storage", reprlib.repr(described))
-        return _Storage(key, _STORAGES[name], count * _STORAGES[name].itemsize)
+        dtype = self._dtype(name, _STORAGES)
+        return _Storage(key, dtype, count * dtype.itemsize)
+
+    def _dtype(self, name: Any, known: Mapping[str, np.dtype[Any]]) -> np.dtype[Any]:
+        if name not in known:
+            expected = f"one of the dtypes {', '.join(_DTYPES).replace('torch.', '')}"
+            raise mismatch(self.path, expected, short(str(name)), _PLAIN)
+        return known[name]

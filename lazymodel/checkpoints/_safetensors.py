@@ -26,7 +26,7 @@ import ml_dtypes
 import numpy as np
 
 from lazymodel._errors import CheckpointError, LazyModelError
-from lazymodel._remote.path import Location, fetch_heads, source_of
+from lazymodel._remote.path import Location, fetch_heads, matching, source_of
 from lazymodel._show.text import LISTED, first_lines, grouped_by, listed, plural
 from lazymodel._tensors.buffers import ML_NUMBERS, Workspace
 from lazymodel._tensors.byte_reader import ByteReader, reading
@@ -39,6 +39,7 @@ from lazymodel.checkpoints._untrusted import (
     MAX_DIMENSIONS,
     MAX_NBYTES,
     check_pointer,
+    corrupt,
     counts,
     mismatch,
     read_json_object,
@@ -242,7 +243,8 @@ class SafetensorsFile(Checkpoint):
         strings = cast("dict[Any, Any]", metadata or {}).values() if isinstance(metadata, dict | None) else [None]
         if not all(isinstance(value, str) for value in strings):
             raise mismatch(path, "'__metadata__' to map strings to strings", reprlib.repr(metadata))
-        self.metadata = metadata or {}
+        self.metadata = texts = cast("dict[str, str]", metadata or {})
+        _require_whole(path, texts.get(SHARDING))
         keys: dict[tuple[str, Any], Any] = dict.fromkeys(zip(dtypes, shapes, strict=True))
         keys = dict(zip(keys, range(len(keys)), strict=True))
         codes = np.fromiter(map(keys.__getitem__, zip(dtypes, shapes, strict=True)), np.int32, len(names))
@@ -282,7 +284,10 @@ class SafetensorsFile(Checkpoint):
             if not kind or not of or kind.dtype != DTYPES[of[1]] or kind.shape[len(kind.shape) - len(of[2]) :] != of[2]:
                 raise mismatch(path, f"{DTYPES_KEY!r} to name the dtypes of tensors", f"{name!r}: {own!r}"[:80])
             self._own[name] = of[0]
-        return numbers
+        found = texts.items()
+        self.aliases = {other: name for other, name in found if name in numbers and other not in numbers}
+        self._own |= {other: self._own[name] for other, name in self.aliases.items() if name in self._own}
+        return numbers | {other: numbers[name] for other, name in self.aliases.items()}
 
     def _tensor(self, name: str) -> LazyTensor:
         dtype, shape, *_, begin = self.describe(name)
@@ -303,8 +308,28 @@ class SafetensorsFile(Checkpoint):
         return sum(count * kind.nbytes for count, kind in zip(found, self._kinds, strict=True))
 
 
+SHARDING = "DCP_SHARDING_INFO"  # in a shard's metadata: name → where in the whole tensor this part begins, as JSON
+
+
+def _require_whole(path: str, sharding: str | None) -> None:
+    """Raises CheckpointError for a shard of torch's distributed checkpoints that has parts of tensors."""
+    if sharding is None:
+        return
+    with corrupt(f"{path}: expected a JSON object of saved_offsets in {SHARDING!r}, found another"):
+        info = read_json_object(sharding.encode(), path)
+        parts = [name for name, each in info.items() if any(each["saved_offsets"])]
+    if parts:
+        raise mismatch(path, "whole tensors", f"parts of {some(parts)}, from saved_offsets on", JOIN)
+
+
+JOIN = (
+    "the folder is a distributed checkpoint of PyTorch. Join its shards: `from torch.distributed.checkpoint."
+    "_consolidate_hf_safetensors import consolidate_safetensors_files`, then `consolidate_safetensors_files(folder, "
+    "other_folder, dict.fromkeys(names, 1))` with the names of all tensors"
+)
 SAVE_KEY = "lazymodel_save"  # in a shard's metadata: what the shards of one save have in common, and no others
-_PART = re.compile(r"(.+)-(\d{1,9})-of-(\d{1,9})\.(safetensors|bin)")  # as Hugging Face numbers a model's shards
+# As Hugging Face numbers a model's shards; PyTorch's numbers of distributed ones say nothing of how many there are.
+_PART = re.compile(r"(?!shard-\d+-)(.+)-(\d{1,9})-of-(\d{1,9})\.(safetensors|bin)")
 _MAX_NAME = 240  # characters of a name that a message shows; a file may give a tensor a name of megabytes
 
 
@@ -380,6 +405,12 @@ class Contents:
                     raise mismatch(path, what, "no such file", "download it too")
         return opened
 
+    def check_parts(self, folder: Location) -> None:
+        """Notes it if other shards of a distributed checkpoint have the same tensors, of which these are then parts."""
+        if any(SHARDING in (part.metadata or {}) for part, _ in self.parts):
+            with self.noting():
+                open_loose(folder, sorted(folder.glob("shard-*.safetensors"))).close()
+
     def add_loose(self, paths: Sequence[Location], open: Callable[[Any], Checkpoint]) -> None:
         """Adds files that no index describes; those numbered `k-of-n` must be n, and of one save."""
         opened = self._opened(dict.fromkeys(paths, "tensors"), open)
@@ -414,7 +445,8 @@ class Contents:
         return result
 
     def add_shard(self, index: Index, path: Location, shard: Checkpoint, expected: Sequence[str]) -> None:
-        """Adds the tensors of a shard that an index says it has."""
+        """Adds the tensors of a shard that an index says it has, and other names of these that it leaves out."""
+        expected = [*expected, *(name for name in shard.aliases if name not in index.weights)]
         held: Any = grouped_by(shard, lambda name: name.rpartition("/")[0]) if index.grouped else shard.keys()
         found = [key for key in expected if key in held]
         wrong = [([key for key in expected if key not in held], "is missing", "says it has")]
@@ -429,6 +461,12 @@ class Contents:
                 message = f"{shard.path}: {verb} {index.some(keys)}, which {index.name} {what}; download both again"
                 self.problem(message, path, harmless=verb == "has")
         self.parts.append((shard, [name for key in found for name in held[key]] if index.grouped else found))
+
+
+def loose_files(folder: Location) -> list[Location]:
+    """The safetensors files of a folder without an index; not Mistral's own copy next to that of Hugging Face."""
+    files = matching(folder, "*.safetensors")
+    return [file for file in files if not file.name.startswith("consolidated")] or files
 
 
 def open_loose(folder: Location, paths: Iterable[Location]) -> Checkpoint:

@@ -71,8 +71,8 @@ def smallest(*args: Any, **options: Any) -> Callable[[], Any]:
         (shard((".*", P())), "Rules by path are a mapping"),
         (shard(P("model")), "got P ... For all variables: {'.*': P"),
         (lambda: lm.auto(tensor=3), "axes are the name of a mesh axis, a sequence of names or None; got 3"),  # pyright: ignore
-        (plan("model.safetensors"), "'model.safetensors' is a path, not a checkpoint; open it first"),
-        (lambda: MODEL.materialize("folder"), "lm.open_checkpoint('folder')"),  # pyright: ignore
+        (plan("absent.safetensors"), "there is no checkpoint at absent.safetensors: No such file"),
+        (lambda: MODEL.materialize("absent"), "there is no checkpoint at absent: No such file"),
         (plan(MESH), "a checkpoint is a mapping of path to tensor, or a pytree; got AbstractMesh"),
         (plan(3), "a checkpoint is a mapping of path to tensor, or a pytree; got 3"),
         *(
@@ -85,7 +85,7 @@ def smallest(*args: Any, **options: Any) -> Callable[[], Any]:
                 (lambda: lm.grow.experts(None, {}, 2), "None"),
             )
         ),
-        (lambda: lm.map_checkpoint("x", dict), "'x' is a path, not a checkpoint; open it first"),
+        (lambda: lm.map_checkpoint("absent", dict), "there is no checkpoint at absent: No such file"),
         (lambda: lm.map_checkpoint({}, None, MODEL), "a mapping is a WeightMap or a function of the checkpoint"),  # pyright: ignore
         (lambda: lm.map_checkpoint({}, lm.WeightMap({})), "pass map_checkpoint the abstract model too"),
         (lambda: lm.map_checkpoint({}, lm.WeightMap({}), {}), "a table is for a model ... got dict"),

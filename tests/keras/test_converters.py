@@ -25,7 +25,7 @@ from keras_hub.src.utils.preset_utils import get_preset_loader  # which class a 
 from keras_hub.src.utils.timm import convert_mobilenetv5  # its table of architectures
 from keras_hub.src.utils.timm.preset_loader import TimmPresetLoader
 from keras_hub.src.utils.transformers.preset_loader import TransformersPresetLoader
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import lazymodel as lm
 import lazymodel_keras as lk
@@ -148,6 +148,42 @@ def test_a_folder_of_pytorchs_files(
         file.write_bytes(torch_file({**tensors, "model.layers.7.w": np.ones(3, np.float32)}))
         with pytest.raises(lm.CheckpointError, match=r"did not request: model\.layers\.7\.w"):
             lk.from_preset(cls, where)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_numbered_files_without_an_index(kind: str, tmp_path: Path) -> None:
+    """They are one checkpoint, as for `open_checkpoint`, also for hashes; Mistral's own copy next to them is not."""
+    cls = keras_hub.models.Llama3Backbone
+    folder = save_hugging_face(tmp_path / "llama3", "llama3", shards=2)
+    expected = seeded(lambda: lk.from_preset(cls, str(folder)))
+    (folder / "model.safetensors.index.json").unlink()
+    if kind == "bin":
+        for file in folder.glob("*.safetensors"):
+            (folder / f"pytorch_{file.stem}.bin").write_bytes(torch_file(load_file(file)))
+            file.unlink()
+    else:
+        save_file({"tok_embeddings.weight": np.ones(3, np.float32)}, folder / "consolidated.safetensors")
+    files = sorted(folder.glob(f"*-of-*.{kind}"))
+    hashes = {file.name: f"sha256:{hashlib.sha256(file.read_bytes()).hexdigest()}" for file in files}
+    assert_same(expected, seeded(lambda: lk.from_preset(cls, str(folder), verify=hashes)), outputs=False)
+    with pytest.raises(lm.CheckpointError, match=rf"{files[1].name}.*expected sha256 {'0' * 64}"):
+        lk.from_preset(cls, str(folder), verify={**hashes, files[1].name: "0" * 64})
+    files[1].unlink()
+    with pytest.raises(lm.CheckpointError, match=f"missing {files[1].name}"):
+        lk.from_preset(cls, str(folder))
+
+
+def test_aliases_in_the_metadata_are_names(tmp_path: Path) -> None:
+    """What two parameters share is stored once, by either name: by the one that the converter asks for, or not."""
+    cls = keras_hub.models.Llama3Backbone
+    folder = save_hugging_face(tmp_path / "llama3", "llama3")
+    expected = seeded(lambda: lk.from_preset(cls, str(folder)))
+    tensors, name, other = load_file(folder / "model.safetensors"), "model.embed_tokens.weight", "model.shared.weight"
+    save_file(tensors, folder / "model.safetensors", {"format": "pt", other: name})
+    assert_same(expected, seeded(lambda: lk.from_preset(cls, str(folder))), outputs=False)
+    tensors[other] = tensors.pop(name)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt", name: other})
+    assert_same(expected, seeded(lambda: lk.from_preset(cls, str(folder))), outputs=False)
 
 
 def test_a_converter_that_goes_through_a_narrower_dtype(tmp_path: Path) -> None:

@@ -241,9 +241,7 @@ def test_tensors_that_have_no_place(tmp_path: Path) -> None:
     stored = stored_tensors(kind, tensors_of(kind))
     path, metadata = tmp_path / "model.gguf", metadata_of(kind)
     write_gguf(path, kind.name, metadata, stored | {"blk.0.ffn_norm.bias": np.zeros(WIDTH, np.float32)})
-    assert f"{path} holds 1 tensors that KerasHub's converter did not request: model.layers.0" in refused(
-        kind.cls, path
-    )
+    assert f"{path} holds 1 tensor that KerasHub's converter did not request: model.layers.0" in refused(kind.cls, path)
     write_gguf(path, kind.name, metadata, stored | {"rope_freqs.weight": np.full(8, 2, np.float32)})
     assert "expected ones, or for Llama those of Llama 3" in refused(kind.cls, path)
     write_gguf(path, kind.name, metadata, {key: value for key, value in stored.items() if "attn_q_norm" not in key})

@@ -173,7 +173,7 @@ def test_what_keras_or_a_converter_left_is_in_the_report(tmp_path: Path) -> None
         (hugging_face, "lm_head.extra", {("lm_head.extra", 32)}),
     ):
         assert f": {extra}." in refused(str(folder))
-        with pytest.warns(lm.LazyModelWarning, match=f"holds 1 tensors .*: {extra}"):
+        with pytest.warns(lm.LazyModelWarning, match=f"holds 1 tensor .*: {extra}"):
             abstract = lk.abstract_from_preset(LLAMA3, str(folder), strict=False)
         assert {(tensor.name, tensor.nbytes) for tensor in abstract.unused} == expected
         assert all(Path(tensor.file).parent == folder for tensor in abstract.unused)

@@ -41,7 +41,7 @@ from lazymodel.checkpoints import SafetensorsFile
 from lazymodel.checkpoints._checkpoint import CONFIG, DecodedCheckpoint, read_config
 from lazymodel.checkpoints._hdf5 import H5File
 from lazymodel.checkpoints._open import CachedCopy, cached_copy, content_files, located, open_located
-from lazymodel.checkpoints._pytorch import in_place_of
+from lazymodel.checkpoints._pytorch import in_place_of, is_loose_shard
 from lazymodel.checkpoints._untrusted import (
     indexed_shards,
     member_start,
@@ -287,8 +287,8 @@ def checkpoint_files(path: str) -> list[str]:
     Loaders open one shard after the other. Hashing all at the first takes as long as the slowest in several threads.
     Raises CheckpointError if an index in its folder cannot be read, or a shard is missing.
     """
-    if path.endswith((".gguf", *_TORCH)):
-        with open_located(Path(path)) as checkpoint:
+    if path.endswith((".gguf", *_TORCH)) or is_loose_shard(path):
+        with whole(path) as checkpoint:
             return content_files(checkpoint)
     folder = Path(path).parent
     for index in (*matching(folder, "*.safetensors.index.json"), *matching(folder, "*.weights.json")):
@@ -405,10 +405,11 @@ def _safe_open(recording: Any, original: Any, filename: Any, *_: Any, **__: Any)
         fresh = recording.options.verify is not False
         return LazySafeOpen(recording.open(name, lambda _: gguf.tensors(fresh=fresh)))
     path = recording.remote.location(name)
-    if (whole := recording.decoded(path)) is not None:
+    if (decoded := recording.decoded(path)) is not None:
         recording.check_content(path)
-        return LazySafeOpen(recording.open(path, lambda _: whole, whole.path))  # any shard stands for the whole
-    return LazySafeOpen(recording.open(path, open_checkpoint if name.endswith(_TORCH) else SafetensorsFile))
+        return LazySafeOpen(recording.open(path, lambda _: decoded, decoded.path))  # any shard stands for the whole
+    opener = whole if is_loose_shard(path) else open_checkpoint if name.endswith(_TORCH) else SafetensorsFile
+    return LazySafeOpen(recording.open(path, opener))
 
 
 @_upstream.while_recording(_upstream.safetensors_loader, "__init__")

@@ -18,7 +18,7 @@ import numpy as np
 from lazymodel import CheckpointError, LazyTensor
 from lazymodel._quantized.config import ADVICE
 from lazymodel._remote.path import Location
-from lazymodel._show.text import listed
+from lazymodel._show.text import listed, plural
 from lazymodel._tensors.boxes import slabs
 from lazymodel._tensors.casting import is_marker, scales_beside, weights
 from lazymodel._tensors.shards import StoredTensor, unused_tensors
@@ -157,8 +157,8 @@ class Leftovers:
                         'it, set "tie_word_embeddings": false in its config.json, if KerasHub can untie this model'
                     )
                 messages.append(
-                    f"{folder} holds {len(names)} tensors that KerasHub's converter did not request: {listed(names)}"
-                    + hint
+                    f"{folder} holds {plural(len(names), 'tensor')} that KerasHub's converter did not request: "
+                    f"{listed(names)}{hint}"
                 )
         return messages
 

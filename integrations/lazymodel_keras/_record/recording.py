@@ -28,7 +28,7 @@ from lazymodel import Adapter, Checkpoint, CheckpointError, LazyModelError, Lazy
 from lazymodel._remote.path import Location, RemotePath
 from lazymodel._tensors.byte_reader import FileReader
 from lazymodel._tensors.casting import SAFE, UNSAFE, check_mode, converted, refusal
-from lazymodel._tensors.lazy import lazy
+from lazymodel._tensors.lazy import lazy, left_over
 from lazymodel._tensors.shards import MismatchedTensor, StoredTensor, misshapen, stored_tensors, unused_tensors, where
 from lazymodel.checkpoints._verify import Verify, verify_files
 from lazymodel_keras import _upstream
@@ -86,7 +86,7 @@ class OpenedFile:
     @property
     def unused(self) -> list[str]:
         """Names of tensors that nothing requested."""
-        return [name for name in self.tensors if name not in self.requested]
+        return left_over(self.tensors, self.requested)
 
 
 class _RecordingScope(keras.StatelessScope):

@@ -27,7 +27,7 @@ from lazymodel import AbstractModel, AbstractVariable, CheckpointError, Compile,
 from lazymodel._errors import warn
 from lazymodel._remote.path import Location, RemotePath
 from lazymodel._show.progress import Span
-from lazymodel._show.text import closest, folded_names, listed
+from lazymodel._show.text import closest, folded_names, listed, plural
 from lazymodel._tensors.casting import SAFE, UNSAFE, check_mode, weights
 from lazymodel._tensors.shards import misshapen
 from lazymodel.checkpoints._untrusted import read_json_file
@@ -481,7 +481,7 @@ def _require_complete(
         folded = listed(folded_names(missing))
         parts.append(f"has no tensor for {len(missing)} variables of {model.name!r}: {folded}{near}")
     if unused:
-        parts.append(f"holds {len(unused)} tensors that {model.name!r} has no variable for: {listed(unused)}")
+        parts.append(f"holds {plural(len(unused), 'tensor')} that {model.name!r} has no variable for: {listed(unused)}")
     if parts and strict:
         raise CheckpointError(
             f"{path} {' and '.join(parts)}. Build the model and its optimizer as they were when it was saved; "

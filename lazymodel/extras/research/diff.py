@@ -15,7 +15,7 @@ import numpy as np
 
 from lazymodel._abstract.framework import ModelSpec
 from lazymodel._errors import LazyModelError
-from lazymodel._mapping.match import described, given_tensors
+from lazymodel._mapping.match import described, given_tensors, opened
 from lazymodel._remote.path import reading_ahead
 from lazymodel._show.progress import Progress, ProgressTo, progress_for, reported
 from lazymodel._show.table import Column, Report, Table, plain, shape_text
@@ -131,8 +131,8 @@ def diff(a: Any, b: Any, *, tolerance: float | None = None, progress: ProgressTo
     """Compares two checkpoints, or other objects that have values by name; no tensor is ever held whole.
 
     Args:
-        a: A checkpoint that `open_checkpoint` or `map_checkpoint` returned, a mapping of name to array, an abstract
-            model, whose initial values are computed as they are compared, or a model.
+        a: A checkpoint that `open_checkpoint` or `map_checkpoint` returned, or its path or URL; a mapping of name to
+            array; an abstract model, whose initial values are computed as they are compared; or a model.
         b: The same, to compare it with.
         tolerance: None requires the same dtypes and bytes. A number requires the same shapes, and that no two elements
             differ by more than this times the larger of their absolute values; bfloat16 keeps a float32 within 0.01.
@@ -172,7 +172,7 @@ def diff(a: Any, b: Any, *, tolerance: float | None = None, progress: ProgressTo
 
 def _tensors(given: Any) -> tuple[dict[str, LazyTensor], str]:
     """Everything by name, and a description."""
-    tensors = given_tensors(given)
+    tensors = given_tensors(given := opened(given))
     if isinstance(given, ModelSpec):
         return tensors, given.name
     if isinstance(given, Mapping) and hasattr(given, "path"):
@@ -204,7 +204,7 @@ def _compare(pairs: Mapping[str, tuple[LazyTensor, LazyTensor]], bar: Progress) 
     total = sum(a.nbytes + b.nbytes for a, b in pairs.values())
     ranges = [each for name, box in jobs for tensor in pairs[name] for each in required_ranges(tensor, [box])]
     with (
-        reported(bar, total, f"comparing {len(pairs)} tensors"),
+        reported(bar, total, f"comparing {plural(len(pairs), 'tensor')}"),
         reading_ahead(ranges),
         compared(pairs, jobs, compare, cores(), _WORKSPACE) as blocks,
     ):

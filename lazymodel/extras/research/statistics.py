@@ -23,7 +23,7 @@ from lazymodel._abstract.framework import ModelSpec
 from lazymodel._abstract.variable import device_shardings, in_memory, is_offloaded, named_arrays
 from lazymodel._devices.hardware import require_live
 from lazymodel._errors import LazyModelError
-from lazymodel._mapping.match import checkpoint_for, lazy_values, resolve_and_warn
+from lazymodel._mapping.match import checkpoint_for, lazy_values, opened, resolve_and_warn
 from lazymodel._materialize.materialize import stream
 from lazymodel._programs.jaxprs import is_key, uses_x64
 from lazymodel._show.depth import LAYER, drawn_over_depth, range_text, values_over_depth
@@ -468,6 +468,7 @@ def _measurable(
     model: Any, checkpoint: Mapping[str, Any] | None
 ) -> tuple[Mapping[str, Any], Iterable[tuple[str, Any]]]:
     """Returns all that may be measured, and the arrays or lazy tensors, in any order."""
+    model = opened(model)
     if not isinstance(model, ModelSpec):
         if checkpoint is not None:
             raise LazyModelError(

@@ -573,8 +573,7 @@ def check_forked(kind: str, stop: int, folder: Path) -> None:
         if status > 0:
             sys.exit(status)
         if status < 0 and at_hand[8]:
-            # After we were done, while h5py alone read the same values, through code of the library that we never call:
-            # it opens what we refuse or read by ourselves. Nothing of ours can prevent that.
+            # After we were done, while h5py alone read the same values, through code of the library that we never call.
             say(kind, number - 1, "crashed")
         elif status < 0:
             reason = "took too long" if status == -signal.SIGALRM else "crashed"
@@ -582,10 +581,12 @@ def check_forked(kind: str, stop: int, folder: Path) -> None:
 
 
 HDF5 = ("h5", "h5 shards", "keras")
-# Inputs of each kind, always and with `-m large`.
+# Inputs of each kind, always and with `-m large`. No more of HDF5: the library itself, which gets what we read, is to
+# survive each of them, as it does these.
 FEW = {"safetensors": 300, "safetensors index": 150, "gguf": 300, "gguf split": 60, "h5": 150, "h5 shards": 40}
 FEW |= {"keras": 60}
 MANY = {kind: 20_000 if count > 100 and "index" not in kind else 5_000 for kind, count in FEW.items()}
+MANY |= {kind: FEW[kind] for kind in HDF5}
 
 
 @pytest.mark.parametrize("sizes", [FEW, pytest.param(MANY, marks=pytest.mark.large)], ids=["few", "many"])
@@ -602,7 +603,7 @@ def test_every_input_is_refused_or_read_right(sizes, tmp_path):
         found = collections.Counter(result for other, _, result in lines if other == kind)
         print(f"\n{kind}: {count} inputs, {dict(found)}")
         assert min(found["refused"], found["read"]) > count // 20
-        assert found["crashed"] <= count // 1000
+        assert not found["crashed"]
 
 
 if __name__ == "__main__":

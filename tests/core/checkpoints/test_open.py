@@ -37,6 +37,8 @@ def test_nothing_there(tmp_path):
         ("flax_model.msgpack", b"\x81", r"Flax.*msgpack_restore"),
         ("checkpoint_10", b"\x81", r"Flax.*msgpack_restore"),
         ("model.eqx", b"\x93NUMPY", r"Equinox.*tree_deserialise_leaves"),
+        ("program.pt2", b"PK\x03\x04", r"torch\.export.*torch\.export\.load\(path\)\.state_dict"),
+        ("dino.tar.lz4", b"\x04\x22\x4d\x18", r"a packed archive; unpack it"),
         ("params.pkl", b"\x80", r"pickle.*lm\.save"),
     ],
 )
@@ -47,6 +49,26 @@ def test_formats_that_are_not_read_are_named_with_a_hint(tmp_path, name, content
     found = inspected(tmp_path / name)
     assert (found["format"], [problem["file"] for problem in found["problems"]]) == ("unknown", [name])
     assert found["files"] == [{"path": name, "nbytes": len(content), "tensors": 0, "verified": []}]
+
+
+@pytest.mark.parametrize("name", ["weights.mpack", "net.qlknn", "weights"])
+def test_flax_msgpack_by_its_content(tmp_path, name):
+    flax = pytest.importorskip("flax.serialization")
+    for tree in ({"params": {"w": np.ones(3)}}, {f"l{i}": np.ones(2) for i in range(20)}, {"a" * 40: np.ones(2)}):
+        (tmp_path / name).write_bytes(flax.msgpack_serialize(tree))
+        refused(tmp_path / name, rf"{name} looks like Flax' msgpack; save it .*msgpack_restore")
+
+
+@pytest.mark.parametrize("name", ["net.nqx", "net.npy", "net.bin", "net"])
+@pytest.mark.parametrize("first", [b"", b'{"width": 8, "text": "' + b"x" * 2000 + b'"}\n'])
+def test_leaves_of_equinox_by_their_content(tmp_path, name, first):
+    with open(tmp_path / name, "wb") as file:  # as `tree_serialise_leaves` writes a model's arrays
+        file.write(first)
+        for shape in ((2, 3), (4,)):
+            np.save(file, np.ones(shape, np.float32))
+    if first and name.endswith((".npy", ".bin")):
+        return  # other content than its name says
+    refused(tmp_path / name, r"leaves of an Equinox model, which have no names; .*file\.readline\(\)")
 
 
 INDEXES = {"safetensors": "model.safetensors.index.json", "weights.h5": "model.weights.json"}

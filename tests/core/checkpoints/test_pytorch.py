@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import collections
 import importlib.util
 import io
 import json
@@ -9,7 +11,7 @@ import pickle
 import random
 import sys
 import zipfile
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import jax.numpy as jnp
@@ -135,19 +137,70 @@ def test_names(tmp_path, protocol):
 
 
 @needs_torch
-def test_older_files_and_other_classes_are_refused(tmp_path):
+def test_older_files_are_refused(tmp_path):
     import torch
 
     torch.save({"w": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     refused(
         tmp_path / "old.pt", r"since PyTorch 1\.6, found a pickle alone.*torch\.load.*safetensors\.torch\.save_file"
     )
-    torch.save(torch.nn.Linear(2, 2), tmp_path / "model.pt")
-    refused(tmp_path / "model.pt", r"found 'torch\.nn\.modules\.linear\.Linear', which loading it would import")
-    torch.save({"w": torch.ones(2, dtype=torch.complex64).conj()}, tmp_path / "conj.pt")
-    refused(tmp_path / "conj.pt", "conjugated")
-    torch.save({"w": torch.ones(2, 2).to_sparse()}, tmp_path / "sparse.pt")
-    refused(tmp_path / "sparse.pt", r"_rebuild_sparse_tensor'")
+
+
+@needs_torch
+def test_objects_are_searched_for_tensors(tmp_path):
+    """What is not known is inert: it refuses nothing, and the tensors in it are found."""
+    import torch
+
+    weight = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+    marked, module = weight.clone(), torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    marked.note = "attribute"
+    default = collections.defaultdict(list, a=weight)
+    content = {
+        "buffer": torch.nn.Buffer(weight), "marked": marked, "parameter": torch.nn.Parameter(marked),
+        "options": argparse.Namespace(lr=0.1, w=weight), "default": default, "queue": collections.deque([weight]),
+        "scalar": np.float64(3), "array": np.ones(3), "path": PurePosixPath("a"), "layout": torch.strided,
+        "keys": {(1, 2): weight, None: 4}, "module": module,
+    }  # fmt: skip
+    torch.save(content, tmp_path / "m.pt")
+    with lm.open_checkpoint(tmp_path / "m.pt") as found:
+        parts = [f"module.{name}" for name in module.state_dict()]
+        weights = ["buffer", "marked", "parameter", "options.w", "default.a", "queue.0", "keys.(1, 2)"]
+        assert list(found) == [*weights, *parts]
+        for name in weights:
+            assert_equal(found[name], weight)
+        for name in parts:
+            assert_equal(found[name], module.state_dict()[name.removeprefix("module.")])
+    module.itself = content["options"].itself = content["options"]
+    torch.save(module, tmp_path / "m.pt")
+    assert list(lm.open_checkpoint(tmp_path / "m.pt")) == [*module.state_dict(), "itself.w"]
+    torch.save({"array": np.ones(3)}, tmp_path / "m.pt")
+    refused(tmp_path / "m.pt", r"expected tensors, found none, but .*_reconstruct', .*weights_only=False")
+
+
+@needs_torch
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_tensors_that_are_not_stored_as_values_are_refused_with_advice_that_is_right(tmp_path):
+    import torch
+    from safetensors.torch import save_file
+
+    weight = torch.arange(4, dtype=torch.float32).reshape(2, 2)
+    path, imaginary = tmp_path / "m.pt", torch.full((2,), 2j)
+    cases = {
+        "'w' made by 'torch._utils._rebuild_sparse_tensor'": (weight.to_sparse(), torch.Tensor.to_dense),
+        "conjugated": (imaginary.conj(), torch.Tensor.resolve_conj),
+        "negated": (imaginary.conj().imag, torch.Tensor.resolve_neg),
+        "one of the dtypes .* found torch.complex32": (
+            torch.ones(2, dtype=torch.complex32),
+            lambda t: t.to(torch.complex64),
+        ),
+    }
+    for message, (value, plain) in cases.items():
+        torch.save({"w": value}, path)
+        text = refused(path, message)
+        assert all(part in text for part in (".to_dense()", ".resolve_conj().resolve_neg()", ".to(dtype)"))
+        expected = plain(torch.load(path, weights_only=True)["w"])
+        save_file({"w": expected}, tmp_path / "m.safetensors")
+        assert_equal(lm.open_checkpoint(tmp_path / "m.safetensors")["w"], expected)
 
 
 @needs_torch
@@ -261,7 +314,11 @@ WRONG = {
     "itself": (Opcodes(b"]q\x00h\x00a"), "dicts and lists at most 64 deep"),
     "names": ({"a.b": tensor(), "a": {"b": tensor()}}, "two tensors named 'a.b'"),
     "keys": ({1: tensor(), "1": tensor()}, "each key of a dict once, found '1' twice"),
-    "kinds of keys": ({(1, 2): tensor()}, "text or ints as keys"),
+    "a call": ({"w": called("torch._utils._rebuild_other", tensor())}, "'w' made by 'torch._utils._rebuild_other'"),
+    "a storage": (
+        {"w": Opcodes(tensor(dtype="uint8", count=24).replace(b"ByteStorage", b"OtherStorage"))},
+        "one of the dtypes bool, .* found torch.OtherStorage",
+    ),
     "hooks": ({"w": called("collections.OrderedDict", [("a", 1)])}, "tensors made of storages"),
     "no tensor": (called("torch._utils._rebuild_parameter", 1, True, None), "tensors made of storages"),
     "text as storage": (Opcodes(pickled(("storage", "torch.FloatStorage", "0", "cpu", 6)) + b"Q"), "id of a storage"),
@@ -310,7 +367,7 @@ def assert_nothing_ran(function: Any) -> Any:
         assert not found
 
 
-EVIL = {
+INERT = {
     "os.system": called("os.system", "touch evil"),
     "posix.system": called("posix.system", "touch evil"),
     "builtins.eval": called("builtins.eval", "open('evil', 'w')"),
@@ -319,21 +376,32 @@ EVIL = {
     "numpy._core.multiarray.scalar": named("numpy._core.multiarray.scalar"),
     "argparse.Namespace": Opcodes(named("argparse.Namespace") + b")\x81}b"),
     "torch.float32.__class__": Opcodes(b"ctorch\nfloat32.__class__\n"),
+    "NEWOBJ": Opcodes(named("collections.OrderedDict") + b")\x81"),
+}
+REFUSED = {
     "INST": Opcodes(b"(X\x04\x00\x00\x00evilios\nsystem\n"),
     "OBJ": Opcodes(b"(" + named("collections.OrderedDict") + b"o"),
-    "NEWOBJ": Opcodes(named("collections.OrderedDict") + b")\x81"),
     "EXT1": Opcodes(b"\x82\x01"),
     "PERSID": Opcodes(b"Pevil\n"),
 }
 
 
-@pytest.mark.parametrize("name", EVIL)
-def test_other_names_are_refused_and_nothing_is_run(tmp_path, name, nothing_runs, monkeypatch):
+@pytest.mark.parametrize("name", [*INERT, *REFUSED])
+def test_nothing_is_run(tmp_path, name, nothing_runs, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "m.bin").write_bytes(torch_archive({"w": tensor(), "x": EVIL[name]}, {"0": DATA}))
-    refused(tmp_path / "m.bin", "expected")  # once, so that all is imported
-    message = nothing_runs(lambda: refused(tmp_path / "m.bin", r"if you trust the file, .*torch\.load"))
-    assert name in message
+    content = {"w": tensor(), "x": {**INERT, **REFUSED}[name]}
+    (tmp_path / "m.bin").write_bytes(torch_archive(content, {"0": DATA}))
+
+    def read():
+        with lm.open_checkpoint(tmp_path / "m.bin") as found:
+            return list(found)
+
+    if name in INERT:
+        assert read() == ["w"]  # once, so that all is imported
+        assert nothing_runs(read) == ["w"]
+    else:
+        refused(tmp_path / "m.bin", "expected")
+        assert name in nothing_runs(lambda: refused(tmp_path / "m.bin", r"if you trust the file, .*torch\.load"))
     assert [path.name for path in tmp_path.iterdir()] == ["m.bin"]
 
 

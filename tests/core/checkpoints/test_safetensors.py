@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import lazymodel as lm
 from lazymodel.checkpoints import SafetensorsFile
-from tests.command import problems
+from tests.command import inspected, problems
 from tests.core.checkpoints._formats import refused
 from tests.small import read_within
 
@@ -386,3 +386,93 @@ def test_files_of_the_reference_implementation(tmp_path):
         assert file.bytes_read == sum(array.nbytes for array in tensors.values())
         with pytest.raises(KeyError, match="absent"):
             file["absent"]
+
+
+# Names that stand for others, tensors in parts ------------------------------------------------------------------------
+
+
+def aliased(path, array):
+    """As `safetensors.torch.save_model` writes a module two of whose parameters are one."""
+    header = {"__metadata__": {"format": "pt", "embed": "head", "alias": "absent"}, "head": entry((4,), (0, 16))}
+    return write(path, header, array.tobytes())
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "index", "index without it", "url"])
+def test_aliases_are_names_of_the_same_tensor(tmp_path, kind, object_server):
+    folder = object_server.root / "aliased" if kind == "url" else tmp_path
+    folder.mkdir(exist_ok=True)
+    array = np.arange(4, dtype=np.float32)
+    path = aliased(folder / "model-00001-of-00001.safetensors", array)
+    if kind.startswith("index"):
+        names = ["head"] if "without" in kind else ["head", "embed"]
+        index = {"weight_map": dict.fromkeys(names, path.name)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    where = {"file": path, "url": object_server.url(f"aliased/{path.name}")}.get(kind, folder)
+    with lm.open_checkpoint(where) as checkpoint:
+        assert sorted(checkpoint) == ["embed", "head"]
+        assert checkpoint["embed"].offset == checkpoint["head"].offset
+        for name in checkpoint:
+            np.testing.assert_array_equal(checkpoint[name].read(), array)
+            # Either is enough, also if all tensors must be used.
+            model = lm.build_abstract(lambda name=name: {name: jnp.zeros(4)})
+            np.testing.assert_array_equal(model.materialize(checkpoint)[name], array)
+            table = lm.WeightMap({name: name})
+            np.testing.assert_array_equal(lm.map_checkpoint(checkpoint, table, model)[name].read(), array)
+        with pytest.raises(lm.CheckpointError, match="2 tensors that .* has no variable for: 'head', 'embed'"):
+            lm.build_abstract(lambda: {"other": jnp.zeros(4)}).materialize(checkpoint)
+    if kind != "url":
+        found = inspected(where)
+        assert not found["problems"]
+        assert {(each["name"], each["offset"]) for each in found["tensors"]} == {
+            (name, checkpoint["head"].offset) for name in ("head", "embed")
+        }
+
+
+def distributed(folder, saved):
+    """Shards as PyTorch's `HuggingFaceStorageWriter` saves them: name → where its part begins, for each."""
+    for number, offsets in enumerate(saved, 1):
+        info = json.dumps({name: {"saved_offsets": begin} for name, begin in offsets.items()})
+        tensors = {name: entry((2,), (8 * place, 8 * place + 8)) for place, name in enumerate(offsets)}
+        header = {"__metadata__": {"DCP_SHARDING_INFO": info, "DCP_VERSION": "1.0"}, **tensors}
+        write(folder / f"shard-{number:05}-model-00001-of-00001.safetensors", header, bytes(8 * len(tensors)))
+    return sorted(folder.glob("*.safetensors"))
+
+
+def test_parts_of_tensors_are_refused(tmp_path):
+    one, two = distributed(tmp_path, [{"w": [0], "a": [0]}, {"w": [2], "b": [0]}])
+    for where in (tmp_path, one, two):
+        message = refused(where, "expected whole tensors, found parts of 1 tensor .'w'.", two)
+        assert "consolidate_safetensors_files(folder, other_folder, dict.fromkeys(names, 1))" in message
+        assert len(inspected(where)["problems"]) == 1
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys("wa", one.name)}))
+    refused(tmp_path, "found parts of 1 tensor", two)
+    index.unlink()
+    distributed(tmp_path, [{"w": [0], "a": [0]}, {"v": [0, 0], "b": [0]}])
+    assert list(lm.open_checkpoint(tmp_path)) == ["w", "a", "v", "b"]
+    distributed(tmp_path, [{"w": [0]}, {"w": [0]}])
+    for where in (tmp_path, one):
+        refused(where, "'w' is in both", one)
+    write(one, {"__metadata__": {"DCP_SHARDING_INFO": "[1]"}})
+    refused(one, "expected a JSON object, found a list")
+    write(one, {"__metadata__": {"DCP_SHARDING_INFO": '{"w": 3}'}})
+    refused(one, "saved_offsets")
+
+
+def test_the_advice_to_join_parts_is_right(tmp_path):
+    module = pytest.importorskip("torch.distributed.checkpoint._consolidate_hf_safetensors")
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "whole").mkdir()
+    for path, values in zip(distributed(tmp_path / "parts", [{"w": [0]}, {"w": [2]}]), ([0, 1], [2, 3]), strict=True):
+        data = path.read_bytes()
+        path.write_bytes(data[:-8] + np.array(values, np.float32).tobytes())
+    module.consolidate_safetensors_files(str(tmp_path / "parts"), str(tmp_path / "whole"), {"w": 1})
+    np.testing.assert_array_equal(lm.open_checkpoint(tmp_path / "whole")["w"].read(), [0, 1, 2, 3])
+
+
+def test_a_copy_of_mistral_s_is_left_out(tmp_path):
+    for name, tensors in (("model-00001-of-00001", "a"), ("consolidated", "tok")):
+        write(tmp_path / f"{name}.safetensors", {tensors: entry()}, bytes(8))
+    assert list(lm.open_checkpoint(tmp_path)) == ["a"]
+    (tmp_path / "model-00001-of-00001.safetensors").unlink()
+    assert list(lm.open_checkpoint(tmp_path)) == ["tok"]

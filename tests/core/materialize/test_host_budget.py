@@ -30,7 +30,7 @@ CEILING = 4 << 20
 SLACK = 4 << 20
 SHAPE = (1024, 1024)  # 4 MiB of float32
 COUNT = 12
-CASES = ["plain", "cast", "transposed", "concatenated", "chunked", "deflated"]
+CASES = ["plain", "cast", "transposed", "concatenated", "chunked", "incompressible", "deflated"]
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +43,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     save_file(tensors, plain)
     files = dict.fromkeys(CASES, plain)
     files |= {"chunked": folder / "model.weights.h5", "deflated": folder / "model.npz"}
+    files["incompressible"] = folder / "incompressible.weights.h5"  # encoded chunks are as large as decoded ones
+    with h5py.File(files["incompressible"], "w") as file:
+        noise = np.random.default_rng(0).integers(0, 2**32, SHAPE, np.uint32).view(np.float32)
+        for name in tensors:
+            file.create_dataset(
+                name, data=noise, chunks=(128, 512), compression="gzip", compression_opts=1, shuffle=True
+            )
     with h5py.File(files["chunked"], "w") as file:
         for name, values in tensors.items():
             file.create_dataset(name, data=values, chunks=(128, 256), compression="gzip", compression_opts=1)

@@ -143,7 +143,7 @@ def test_unexpected_tensors(tmp_path: Path, abstract: Model) -> None:
         abstract.plan(ckpt)
         abstract.materialize(ckpt, initialize="all", strict=False)
     path, _ = checkpoint(tmp_path, **{"layers/3/kernel": np.zeros((2, 2), "float32")})
-    with pytest.raises(lm.CheckpointError, match=r"1 tensors .*: 'layers/3/kernel'; closest"):
+    with pytest.raises(lm.CheckpointError, match=r"1 tensor .*: 'layers/3/kernel'; closest"):
         abstract.materialize(lm.open_checkpoint(path))
 
 
@@ -167,7 +167,7 @@ def test_another_shape_is_left_out_unless_strict(tmp_path: Path, mesh8: Mesh, sh
     with pytest.warns(lm.LazyModelWarning) as caught:
         model = sharded.materialize(ckpt, strict=False, initialize="missing")
     (left_out,) = [str(warning.message) for warning in caught]
-    for part in ("1 tensors that init has no variable for: 'other'", "1 tensors of another shape", str(path)):
+    for part in ("1 tensor that init has no variable for: 'other'", "1 tensor of another shape", str(path)):
         assert part in left_out
     assert "'embedding': expected shape (64, 16), found (60, 16) in tensor 'embedding'" in left_out
     np.testing.assert_array_equal(model["embedding"], init(KEY)["embedding"])

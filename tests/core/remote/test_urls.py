@@ -41,6 +41,34 @@ def check_read(url: str, options: dict[str, Any] = ONCE) -> None:
         np.testing.assert_array_equal(checkpoint["w"].read(), VALUES)
 
 
+@pytest.mark.parametrize("kind", ["s3", "gs", "az"])
+def test_an_http_endpoint_is_said_to_be_that_and_asked_if_allowed(kind: str) -> None:
+    seen: list[Asked] = []
+    with scripted(lambda request: seen.append(request) or (403, {}, b"")) as origin:
+        given: dict[str, Any] = {
+            "s3": {"endpoint": origin, "region": "x", "access_key_id": "x", "secret_access_key": "x"},
+            "gs": {"base_url": origin, "bearer_token": "x"},
+            "az": {"endpoint": origin, "account_name": "x", "skip_signature": True},
+        }[kind]
+        fix = r"the endpoint is http, .*storage_options=\{'client_options': \{'allow_http': True\}\}"
+        with pytest.raises(lm.CheckpointError, match=fix):
+            lm.open_checkpoint(f"{kind}://box/w.safetensors", given | ONCE)
+        assert not seen
+        with pytest.raises(lm.CheckpointError, match="refuses access"):
+            lm.open_checkpoint(f"{kind}://box/w.safetensors", given | PLAIN)
+        assert seen
+
+
+def test_what_a_web_server_does_not_have_is_said_to_be_that() -> None:
+    with scripted(lambda request: (404, {}, b"")) as origin:
+        for path in ("w.safetensors", "folder", "folder/"):
+            with pytest.raises(
+                lm.CheckpointError, match=rf"cannot read {origin}/{path.rstrip('/')}: .* 404 \(not found\)"
+            ) as error:
+                lm.open_checkpoint(f"{origin}/{path}")
+            assert "supported" not in str(error.value)
+
+
 # What a URL means -----------------------------------------------------------------------------------------------------
 
 

@@ -183,7 +183,7 @@ def test_quantized_weights_without_their_scale(weight: str, scale: str, dtype: A
     # What is decoded by the mapping, or asked for, is loaded.
     decoded = lm.map_checkpoint(checkpoint, lambda weights: {weight: weights[weight].astype("float32") * 0.01})
     np.testing.assert_array_equal(model.materialize(decoded)[weight], np.full((8, 4), 0.01, np.float32))
-    with pytest.warns(lm.LazyModelWarning, match="leaves out 1 tensors"):
+    with pytest.warns(lm.LazyModelWarning, match="leaves out 1 tensor"):
         bare = model.materialize(checkpoint, strict=False, cast="unsafe")
     np.testing.assert_array_equal(bare[weight], np.ones((8, 4), np.float32))
 

@@ -303,7 +303,7 @@ def test_a_lora_adapter_is_refused(name: str) -> None:
         lambda: abstract.materialize(checkpoint, strict=False),
         lambda: abstract.plan(checkpoint),
     ):
-        with pytest.raises(lm.CheckpointError, match=rf"1 tensors of a LoRA adapter: '{name}'.*lora_alpha / r"):
+        with pytest.raises(lm.CheckpointError, match=rf"1 tensor of a LoRA adapter: '{name}'.*lora_alpha / r"):
             call()
     ignoring = lm.WeightMap({"q/kernel": "q/kernel"}, ignore=name)
     assert ignoring.check(checkpoint, abstract).ok
