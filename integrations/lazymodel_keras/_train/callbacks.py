@@ -359,7 +359,7 @@ def training_state(
         # of updates, at least one.
         by_epochs = updates > step and updates % (step + 1) == 0
         return TrainingState(str(folder), step, {}, None, step + 1 if by_epochs else None, 0)
-    found, data = read_described(ours, folder)
+    found, data = read_described(ours, str(folder))
     try:
         return TrainingState(str(folder), step, dict(found["metadata"]), data, int(found["epoch"]), int(found["batch"]))
     except (TypeError, KeyError, ValueError) as error:

@@ -37,7 +37,7 @@ from lazymodel._show.text import closest, format_bytes, listed, plural, quiet_te
 from lazymodel._tensors.buffers import available_memory, cores, default_budget
 from lazymodel._version import VERSION
 from lazymodel.checkpoints import open_checkpoint
-from lazymodel.checkpoints._open import Problem, inspect_checkpoint
+from lazymodel.checkpoints._inspect import Problem, inspect_checkpoint
 from lazymodel.extras.cli.output import (
     JSON,
     STORAGE_OPTION,
