@@ -36,7 +36,7 @@ from lazymodel._mapping.match import (
 )
 from lazymodel._materialize.materialize import publish_fingerprint
 from lazymodel._materialize.stream import StreamItem, stream
-from lazymodel._programs.jaxprs import Programs, as_keys, as_operand, placed, stored_as
+from lazymodel._programs.jaxprs import Programs, as_keys, as_operand, is_weak, placed, stored_as, with_weak_type
 from lazymodel._programs.programs import InitRecipe, run_recipes
 from lazymodel._run.flatten import Flattened, Part, Value
 from lazymodel._run.report import ProgramRow, RunReport, WholeRow
@@ -454,10 +454,10 @@ def _run(
 
 def _result(result: Any, values: Mapping[Value, Any]) -> Any:
     if not isinstance(result, Value):
-        return jax.numpy.asarray(result.val, result.aval.dtype)
+        return with_weak_type(jax.numpy.asarray(result.val, result.aval.dtype), is_weak(result.aval))
     if result.data is None:
         return values[result]
-    return result.data if isinstance(result.data, jax.Array) else jax.numpy.asarray(result.data)
+    return with_weak_type(jax.numpy.asarray(result.data), is_weak(result.aval))
 
 
 def _report(calls: Sequence[_Call], flat: Flattened, variables: _Variables, **measured: Any) -> RunReport:
