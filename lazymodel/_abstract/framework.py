@@ -153,6 +153,9 @@ class Framework:
     def check_placed(self, variables: Mapping[str, AbstractVariable]) -> None:
         """Raises ShardingError, before anything is created, if the user's object could not use its variables there."""
 
+    def check_sharded(self, variables: Mapping[str, AbstractVariable]) -> None:
+        """Warns, once variables have shardings, if the user's object cannot compute with them so."""
+
     def rebuild(self, arrays: Mapping[str, jax.Array]) -> Any:
         """The user's object, from path → finished array."""
         return self.structure(arrays)
@@ -363,8 +366,11 @@ class ModelSpec(Mapping[str, AbstractVariable]):
 
     @property
     def num_parameters(self) -> int:
-        """Number of elements of the model's own floating-point or complex variables: without counters, masks, keys."""
-        own = (variable for variable in self.values() if variable.follows is None)
+        """Number of elements of the model's own floating-point or complex variables: without counters, masks, keys.
+
+        Quantized kernels count as what they are computed from.
+        """
+        own = (variable for variable in self.as_read().values() if variable.follows is None)
         return sum(variable.size for variable in own if jax.numpy.issubdtype(variable.dtype, np.inexact))
 
     def as_read(self, given: Container[str] = ()) -> Self:

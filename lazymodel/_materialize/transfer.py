@@ -26,7 +26,7 @@ from lazymodel._abstract.variable import automatic, automatic_sharding, is_offlo
 from lazymodel._devices.hardware import compile_lowered
 from lazymodel._errors import LazyModelError
 from lazymodel._materialize.pieces import Copy, Round, Route, Slot, device_order, route
-from lazymodel._programs.jaxprs import as_keys, is_key, stored_as, uses_x64, with_shards
+from lazymodel._programs.jaxprs import as_keys, is_key, stored_as, uses_x64, with_shards, without_mesh
 from lazymodel._show.text import grouped_by, listed
 from lazymodel._tensors.buffers import Arithmetic, Convert
 from lazymodel._tensors.shards import grouped, spec_axes
@@ -160,7 +160,7 @@ class _Program:
         steps = [step for own, _ in recipe for copy in own.copies for step in copy.steps]
         # NumPy computes in 64 bits with `np.float64(…)`, and where an integer meets a float.
         self._x64 = functools.partial(jax.enable_x64, any(step.dtype.itemsize >= 8 for step in steps) or uses_x64())
-        with self._x64():
+        with without_mesh(), self._x64():
             self._compile(recipe, sources, targets, reuse)
 
     def _compile(self, recipe: _Recipe, sources: Sequence[Array], targets: Sequence[Array], reuse: bool) -> None:
@@ -223,7 +223,7 @@ class _Program:
     def __call__(self, sources: Sequence[jax.Array], old: Sequence[jax.Array]) -> Sequence[jax.Array]:
         if self._explicit:
             sources, old = ([automatic(array) for array in each] for each in (sources, old))
-        with self._x64():
+        with without_mesh(), self._x64():
             results = self._run(list(sources), list(old))
         if self._empty:
             results = [with_shards(array) for array in results]

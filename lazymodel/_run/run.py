@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import time
@@ -18,7 +19,7 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from lazymodel._abstract.framework import ModelSpec
 from lazymodel._abstract.variable import device_shardings, host_array, stays_on_host
@@ -112,6 +113,20 @@ def run(
 Rewrite: TypeAlias = "Callable[[Any, Sequence[str | None], Sequence[Any]], tuple[Any, Callable[[Sequence[Any]], Any]]]"
 
 
+def _under_own_mesh(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Under the model's mesh, if another one is current: the function may name its axes."""
+
+    @functools.wraps(function)
+    def wrapped(model: ModelSpec, *args: Any) -> Any:
+        meshes = [each.sharding.mesh for each in model.values() if isinstance(each.sharding, NamedSharding)]
+        own = meshes[0] if meshes and isinstance(meshes[0], Mesh) else None
+        with contextlib.nullcontext() if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(own):
+            return function(model, *args)
+
+    return wrapped
+
+
+@_under_own_mesh
 def run_rewritten(
     model: ModelSpec,
     function: Callable[..., Any],

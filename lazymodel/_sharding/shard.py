@@ -155,6 +155,7 @@ def shard(
     following = {path: variable for path, variable in state.items() if path not in found}
     assigned |= follow(following, parameters, mesh, kind)
     variables = kept_on_host({path: assigned[path] for path in own | state})
+    model.framework.check_sharded(variables)
     spent = (*model.spent, Span.since(start, "shard"))
     return dataclasses.replace(from_read(changed, variables), sharding_notes=notes, spent=spent)
 

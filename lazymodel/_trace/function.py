@@ -22,10 +22,10 @@ import numpy as np
 from jax._src import core  # there is no public API for replacing a trace
 
 from lazymodel._abstract.framework import Derived, Framework, ModelSpec
-from lazymodel._abstract.variable import AbstractVariable, PathOf, is_host_variable, unique_paths
+from lazymodel._abstract.variable import AbstractVariable, PathOf, automatic, is_host_variable, unique_paths
 from lazymodel._abstract.variable import path_of as path_of_tree
 from lazymodel._errors import TraceError
-from lazymodel._programs.jaxprs import equations, inner_jaxprs, is_key, is_weak
+from lazymodel._programs.jaxprs import equations, inner_jaxprs, is_key, is_weak, without_mesh
 from lazymodel._trace.errors import is_iterator, on_host, raise_explained, refuse_empty, refuse_escaped
 from lazymodel._trace.graph import Graph, Program, Value, keep_inlined
 
@@ -52,8 +52,15 @@ def trace_function(
         TraceError: The function needs values that tracing does not have, or its result hides arrays.
     """
     called: str = name or getattr(function, "__name__", type(function).__name__)
-    found, jaxpr, inputs = trace(function, args, kwargs, path_of, called)
-    with on_host():
+    try:
+        with without_mesh():
+            given = jax.tree.map(_on_auto_axes, (args, kwargs))
+            found, jaxpr, inputs = trace(function, *given, path_of, called)
+    except Exception:
+        if jax.sharding.get_abstract_mesh().empty:
+            raise
+        found, jaxpr, inputs = trace(function, args, kwargs, path_of, called)  # it may name axes of the mesh
+    with without_mesh(), on_host():
         graph = Graph(jaxpr, inputs)
     variables: dict[str, AbstractVariable] = {}
     sources: dict[str, np.ndarray[Any, Any]] = {}
@@ -87,6 +94,11 @@ def trace_function(
     later = Derived(tuple(derived), tuple(args[0]), derive) if derive is not None and derived else None
     framework = Framework(found.unflatten)
     return ModelSpec(variables, recipes, sources, framework, name=called, aliases=found.aliases, derived=later)
+
+
+def _on_auto_axes(leaf: Any) -> Any:
+    is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    return automatic(leaf) if is_array else leaf
 
 
 def known_value(model: ModelSpec, path: str) -> np.ndarray[Any, Any] | None:
