@@ -462,7 +462,7 @@ def statistics(
     Complex numbers are measured by their absolute values |z|. An array without elements has a mean and a deviation of
     NaN. For JAX arrays, sums are in float32, or in float64 for float64 variables, of numbers scaled so that no square
     leaves the range, and temporaries on a device are up to five times the largest shard in that dtype (on CPUs, whose
-    compiler writes the terms of each sum to memory).
+    compiler writes the terms of each sum to memory). Subnormal numbers are zeros there, as XLA:CPU and TPUs compute.
     If several processes share the arrays, all of them must call this, and all get the result.
 
     Args:
