@@ -518,7 +518,6 @@ def test_initializers_are_not_kept_alive() -> None:
 @pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method")  # Keras', of what it leaves as it is
 def test_streamed_one_by_one_as_quantized() -> None:
     abstract = lm.build_abstract(mlp).quantize("int8")
-    assert abstract.num_parameters == lm.build_abstract(mlp).num_parameters
     assert not lm.diff(abstract, abstract.materialize())
     assert {path for path, _ in abstract.stream()} == set(abstract)
 
