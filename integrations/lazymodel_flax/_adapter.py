@@ -520,7 +520,9 @@ class _Module(_Results):
         shardings = {path: variable.sharding for path, variable in variables.items() if variable.follows is None}
         explicit = {path: each for path, each in shardings.items() if automatic_sharding(each) is not each}
         # Embeddings by rows, and kernels by what they contract, leave it open how the result is sharded.
-        if open_paths := [path for path, each in explicit.items() if any(each.spec[: len(variables[path].shape) - 1])]:
+        if open_paths := [
+            path for path, each in explicit.items() if any(cast(Any, each).spec[: len(variables[path].shape) - 1])
+        ]:
             warn(
                 f"{listed(map(repr, open_paths))}: sharded over Explicit axes along a dimension that Flax' layers look "
                 "up or contract. They do not say how the result is sharded, for which JAX raises ShardingTypeError. "

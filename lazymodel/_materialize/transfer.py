@@ -538,11 +538,12 @@ def _converted(piece: Any, steps: Iterable[Convert]) -> Any:
             piece = lax.bitcast_convert_type(piece, step.dtype)
             continue
         zero, operands = _zero(piece), [piece]
-        if isinstance(step.function, Arithmetic):
-            operands = [piece if operand is None else np.asarray(operand) for operand in step.function.operands]
+        compute = step.function if isinstance(step.function, Arithmetic) else None
+        if compute is not None:
+            operands = [piece if operand is None else np.asarray(operand) for operand in compute.operands]
         # NumPy has decided the dtype in which it computes: JAX would multiply bfloat16 by 0.3 in bfloat16.
         operands = [_hidden(_hidden(jnp.asarray(each), zero).astype(step.dtype), zero) for each in operands]
-        piece = getattr(jnp, step.function.function.__name__)(*operands) if step.function else operands[0]
+        piece = operands[0] if compute is None else getattr(jnp, compute.function.__name__)(*operands)
     return piece
 
 

@@ -20,6 +20,7 @@ from typing import Any, Self, cast
 import jax
 import numpy as np
 from jax._src import core  # there is no public API for replacing a trace
+from jax.core import Tracer
 
 from lazymodel._abstract.framework import Derived, Framework, ModelSpec
 from lazymodel._abstract.variable import AbstractVariable, PathOf, automatic, is_host_variable, unique_paths
@@ -54,8 +55,8 @@ def trace_function(
     called: str = name or getattr(function, "__name__", type(function).__name__)
     try:
         with without_mesh():
-            given = jax.tree.map(_on_auto_axes, (args, kwargs))
-            found, jaxpr, inputs = trace(function, *given, path_of, called)
+            given: Any = jax.tree.map(_on_auto_axes, (args, kwargs))
+            found, jaxpr, inputs = trace(function, given[0], given[1], path_of, called)
     except Exception:
         if jax.sharding.get_abstract_mesh().empty:
             raise
@@ -97,7 +98,7 @@ def trace_function(
 
 
 def _on_auto_axes(leaf: Any) -> Any:
-    is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
     return automatic(leaf) if is_array else leaf
 
 
