@@ -29,7 +29,16 @@ from jax.sharding import Mesh
 from lazymodel import AbstractVariable, LazyModelError, TraceError
 from lazymodel._abstract.framework import Framework, ModelSpec, Optimizer, Training
 from lazymodel._abstract.pairs import LoraPair, named_pairs
-from lazymodel._abstract.variable import OPTIMIZER, PathOf, is_trained_pair, path_of, path_text, trained_path
+from lazymodel._abstract.variable import (
+    OPTIMIZER,
+    PathOf,
+    automatic_sharding,
+    is_trained_pair,
+    path_of,
+    path_text,
+    trained_path,
+)
+from lazymodel._errors import warn
 from lazymodel._programs.jaxprs import CONFIG, is_key, with_weak_type
 from lazymodel._sharding.follow import follow_weights, from_read
 from lazymodel._sharding.shard import on_own_meshes, resolve_logical
@@ -521,6 +530,20 @@ class _Module(_Results):
 
     def _merged(self, leaves: Mapping[str, Any]) -> Any:
         return nnx.merge(self._built.graphdef, self.structure(leaves))
+
+    def check_sharded(self, variables: Mapping[str, AbstractVariable]) -> None:
+        shardings = {path: variable.sharding for path, variable in variables.items() if variable.follows is None}
+        explicit = {path: each for path, each in shardings.items() if automatic_sharding(each) is not each}
+        # Embeddings by rows, and kernels by what they contract, leave it open how the result is sharded.
+        if open_paths := [
+            path for path, each in explicit.items() if any(cast(Any, each).spec[: len(variables[path].shape) - 1])
+        ]:
+            warn(
+                f"{listed(map(repr, open_paths))}: sharded over Explicit axes along a dimension that Flax' layers look "
+                "up or contract. They do not say how the result is sharded, for which JAX raises ShardingTypeError. "
+                "Make the mesh with Auto axes, jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * "
+                "len(names)), or write layers that say it"
+            )
 
     def rebuild(self, arrays: Mapping[str, Any]) -> Any:
         return self._modes.applied(self._merged(arrays))

@@ -152,6 +152,9 @@ class Framework:
     def check_placed(self, variables: Mapping[str, AbstractVariable]) -> None:
         """Raises ShardingError, before anything is created, if the user's object could not use its variables there."""
 
+    def check_sharded(self, variables: Mapping[str, AbstractVariable]) -> None:
+        """Warns, once variables have shardings, if the user's object cannot compute with them so."""
+
     def rebuild(self, arrays: Mapping[str, jax.Array]) -> Any:
         """The user's object, from path → finished array."""
         return self.structure(arrays)
@@ -374,9 +377,12 @@ class ModelSpec(Mapping[str, AbstractVariable]):
 
     @property
     def num_parameters(self) -> int:
-        """Number of elements of the model's own floating-point or complex variables: without counters, masks, keys."""
+        """Number of elements of the model's own floating-point or complex variables: without counters, masks, keys.
+
+        Quantized kernels count as what they are computed from.
+        """
         others = self.framework.measures()
-        own = (v for path, v in self.items() if v.follows is None and path not in others)
+        own = (v for path, v in self.as_read().items() if v.follows is None and path not in others)
         return sum(variable.size for variable in own if jax.numpy.issubdtype(variable.dtype, np.inexact))
 
     def alike(self) -> dict[str, list[str]]:

@@ -15,13 +15,14 @@ devices itself (`shard_map`) runs eagerly: on these devices, and what depends on
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import enum
 import functools
 import hashlib
 import math
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, TypeAlias, TypeVar, cast
 
@@ -32,6 +33,13 @@ from jax import core
 from jax.extend.core.primitives import convert_element_type_p
 from jax.interpreters import partial_eval
 from jax.sharding import Sharding, SingleDeviceSharding
+
+
+@contextlib.contextmanager
+def without_mesh() -> Generator[None]:
+    """Without the mesh of `jax.set_mesh`, whose devices JAX would expect in our programs as well; also a decorator."""
+    with contextlib.nullcontext() if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(None):
+        yield
 
 
 def is_key(dtype: Any) -> bool:
@@ -554,7 +562,7 @@ class InitProgram:
 
     def __call__(self, inputs: Sequence[np.ndarray]) -> tuple[jax.Array, ...]:
         """Runs it. Arrays of one program may still be computing; those of kernels have been divided into shards."""
-        with jax.enable_x64(self.x64):
+        with without_mesh(), jax.enable_x64(self.x64):
             return tuple(self.run(*inputs))
 
 

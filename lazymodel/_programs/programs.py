@@ -23,7 +23,7 @@ import dataclasses
 import functools
 import math
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, cast
 
@@ -51,6 +51,7 @@ from lazymodel._programs.jaxprs import (
     uses_x64,
     walk,
     with_shards,
+    without_mesh,
 )
 
 # Temporaries in flight in addition to those of the largest program: small programs should not wait for each other.
@@ -258,9 +259,11 @@ def settings(recipe: InitRecipe) -> Hashable:
     return (x64, CONFIG.jax_threefry_partitionable, CONFIG.jax_default_matmul_precision)
 
 
-def x64_context(recipe: InitRecipe) -> contextlib.AbstractContextManager[Any]:
-    """A context with 64-bit types as the recipe needs them."""
-    return jax.enable_x64(uses_x64() if recipe.x64 is None else recipe.x64)
+@contextlib.contextmanager
+def x64_context(recipe: InitRecipe) -> Generator[None]:
+    """A context with 64-bit types as the recipe needs them, and without a mesh."""
+    with without_mesh(), jax.enable_x64(uses_x64() if recipe.x64 is None else recipe.x64):
+        yield
 
 
 def _compile(recipe: InitRecipe, shardings: tuple[Sharding, ...]) -> InitProgram:

@@ -148,10 +148,10 @@ def shard(
     kind = None if model.optimized is None else model.optimized.memory_kind
     ruled = own | {path: variable for path, variable in state.items() if path in found}
     assigned = _assigned(ruled, found, mesh, kind, on_unmatched)
-    parameters = {path: assigned[path] for path in own}
     following = {path: variable for path, variable in state.items() if path not in found}
-    assigned |= follow(following, parameters, mesh, kind)
+    assigned |= follow(following, {path: assigned[path] for path in own}, mesh, kind)
     variables = kept_on_host({path: assigned[path] for path in own | state})
+    model.framework.check_sharded(variables)
     spent = (*model.spent, Span.since(start, "shard"))
     return dataclasses.replace(from_read(changed, variables), sharding_notes=notes, spent=spent)
 

@@ -15,13 +15,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from lazymodel._abstract.framework import Derived, Framework, ModelSpec
-from lazymodel._abstract.variable import NUMBERS, AbstractVariable, PathOf, is_host_variable, unique_paths
+from lazymodel._abstract.variable import NUMBERS, AbstractVariable, PathOf, automatic, is_host_variable, unique_paths
 from lazymodel._abstract.variable import path_of as path_of_tree
 from lazymodel._errors import TraceError
 from lazymodel._programs.jax_private import ValuedTrace, keep_inlined
-from lazymodel._programs.jaxprs import is_key, is_weak
+from lazymodel._programs.jaxprs import is_key, is_weak, without_mesh
 from lazymodel._trace.errors import explained, is_iterator, on_host, refuse_empty, refuse_escaped, refuse_stale
 from lazymodel._trace.graph import Graph, Program, Value
 
@@ -50,8 +51,15 @@ def trace_function(
         TraceError: The function needs values that tracing does not have, or its result hides arrays.
     """
     called: str = name or getattr(function, "__name__", type(function).__name__)
-    found, jaxpr, inputs = trace(function, args, kwargs, path_of, called)
-    with on_host():
+    try:
+        with without_mesh():
+            given: Any = jax.tree.map(_on_auto_axes, (args, kwargs))
+            found, jaxpr, inputs = trace(function, given[0], given[1], path_of, called)
+    except Exception:
+        if jax.sharding.get_abstract_mesh().empty:
+            raise
+        found, jaxpr, inputs = trace(function, args, kwargs, path_of, called)  # it may name axes of the mesh
+    with without_mesh(), on_host():
         graph = Graph(jaxpr, inputs)
     variables: dict[str, AbstractVariable] = {}
     sources: dict[str, np.ndarray[Any, Any]] = {}
@@ -87,6 +95,11 @@ def trace_function(
     return ModelSpec(
         variables, recipes, sources, framework, name=called, equal=found.equal, derived=later, numbers=found.numbers
     )
+
+
+def _on_auto_axes(leaf: Any) -> Any:
+    is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+    return automatic(leaf) if is_array else leaf
 
 
 def known_value(model: ModelSpec, path: str) -> np.ndarray[Any, Any] | None:

@@ -157,6 +157,7 @@ def test_a_sampler_whose_quantization_fails(
     abstract: Any, loaded: Model, mesh8: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quantized = abstract.quantize("int8", inputs=(TOKENS,)).shard(mesh8, RULES)
+    assert quantized.num_parameters == abstract.num_parameters
     trainer = lm.reshard(loaded, NamedSharding(mesh8, P()))
     sync, sampler = lm.Sync(trainer, quantized, only="head/kernel"), quantized.materialize()
     monkeypatch.setattr(jax, "block_until_ready", lambda _: 1 / 0)

@@ -25,7 +25,7 @@ from lazymodel._devices.hardware import require_live
 from lazymodel._errors import LazyModelError
 from lazymodel._mapping.match import checkpoint_for, lazy_values, opened, resolve_and_warn
 from lazymodel._materialize.materialize import stream
-from lazymodel._programs.jaxprs import is_key, uses_x64
+from lazymodel._programs.jaxprs import is_key, uses_x64, without_mesh
 from lazymodel._show.depth import LAYER, drawn_over_depth, range_text, values_over_depth
 from lazymodel._show.progress import ProgressTo, progress_for, reported
 from lazymodel._show.table import Column, Table, Tabled, plain
@@ -149,13 +149,14 @@ def _measured_on_devices(array: jax.Array, *, layered: bool, spectral: bool) -> 
         automatic = NamedSharding(mesh, array.sharding.spec)
         array = jax.make_array_from_single_device_arrays(array.shape, automatic, shards)
         everywhere = NamedSharding(mesh, PartitionSpec())
-    with jax.enable_x64(True) if array.dtype.itemsize == 8 else jax.enable_x64(uses_x64()):
+    with without_mesh(), jax.enable_x64(True) if array.dtype.itemsize == 8 else jax.enable_x64(uses_x64()):
         measured = jax.device_get(_program(layered, spectral, everywhere)(array))
     for index in range(array.shape[0] if layered else 1):
         *numbers, bidiagonal = (None if part is None else part[index] if layered else part for part in measured)
         exponent, mean, std, low, high, nonfinite = (cast(Any, number).item() for number in numbers)
         norm = None if bidiagonal is None else math.ldexp(_largest_singular_value(bidiagonal), exponent)
-        yield _Numbers(1, math.ldexp(mean, exponent), math.ldexp(std, exponent), low, high, nonfinite), norm
+        mean = (_offset(low, high) if math.isfinite(mean) else 0) + math.ldexp(mean, exponent)
+        yield _Numbers(1, mean, math.ldexp(std, exponent), low, high, nonfinite), norm
 
 
 @functools.lru_cache(maxsize=64)
@@ -176,9 +177,14 @@ def _computed(values: jax.Array, exponent: Any) -> jax.Array:
     return values * jnp.ldexp(jnp.ones((), values.dtype), -exponent)
 
 
+def _offset(low: Any, high: Any) -> Any:
+    """What is subtracted before sums, so that they do not round the difference of values that are far from zero."""
+    return low if low > 0 else high if high < 0 else 0
+
+
 def _device_numbers(values: jax.Array) -> Sequence[jax.Array]:
-    """An exponent of two; mean and deviation of the finite elements, divided by that power; the smallest and largest
-    element; the number of elements that are not finite.
+    """An exponent of two; mean, from the offset on, and deviation of the finite elements, divided by that power; the
+    smallest and largest element; the number of elements that are not finite.
 
     The power is that of the largest absolute value, so that no square or sum exceeds the range of the type.
     """
@@ -196,7 +202,8 @@ def _device_numbers(values: jax.Array) -> Sequence[jax.Array]:
     usable = jnp.isfinite(size) & (size > 0)
     limit = -int(jnp.finfo(wide).minexp)  # a power whose inverse is a normal number
     exponent = jnp.where(usable, jnp.clip(jnp.frexp(jnp.where(usable, size, 1))[1] - 1, -limit, limit), 0)
-    scaled = _computed(values, exponent)
+    offset = jnp.where(low > 0, low, jnp.where(high < 0, high, jnp.zeros((), values.dtype)))
+    scaled = _computed(values - jnp.where(usable, offset, jnp.zeros((), values.dtype)), exponent)
     count = _sum(finite.astype(wide))
     mean = _sum(jnp.where(finite, scaled, 0)) / count
     square = _sum(jnp.where(finite, jnp.square(scaled - mean), 0)) / count
@@ -334,10 +341,14 @@ def _of_block(values: _Array) -> _Numbers:
             return _Numbers(0, math.nan, math.nan, math.inf, -math.inf, nonfinite)
         low, high = values.min(), values.max()
     wide = values.astype(np.float64)
+    power = int(np.frexp(max(abs(float(low)), abs(float(high))))[1])
+    power = power if abs(power) > 400 else 0  # squares and sums stay in the range of float64
+    wide = np.ldexp(wide, -power, out=wide) if power else wide
     mean = float(wide.mean())
     wide -= mean
     np.square(wide, out=wide)  # not a dot product, for which BLAS would start threads in each of these threads
-    return _Numbers(values.size, mean, math.sqrt(wide.mean()), low.item(), high.item(), nonfinite)
+    mean, std = (math.ldexp(each, power) for each in (mean, math.sqrt(wide.mean())))
+    return _Numbers(values.size, mean, std, low.item(), high.item(), nonfinite)
 
 
 def _merged(parts: list[_Numbers]) -> _Numbers:
@@ -349,7 +360,9 @@ def _merged(parts: list[_Numbers]) -> _Numbers:
     counts, means, deviations = (np.array([part[index] for part in some], np.float64) for index in range(3))
     weights = counts / counts.sum()
     mean = float(weights @ means)
-    std = math.sqrt(weights @ (np.square(deviations) + np.square(means - mean)))
+    spread = np.hypot(deviations, means - mean)
+    most = float(spread.max()) or 1.0
+    std = most * math.sqrt(weights @ np.square(spread / most))
     low, high = min(part.low for part in some), max(part.high for part in some)
     return _Numbers(int(counts.sum()), mean, std, low, high, nonfinite)
 
@@ -401,7 +414,7 @@ def statistics(
     Complex numbers are measured by their absolute values |z|. An array without elements has a mean and a deviation of
     NaN. For JAX arrays, sums are in float32, or in float64 for float64 variables, of numbers scaled so that no square
     leaves the range, and temporaries on a device are up to five times the largest shard in that dtype (on CPUs, whose
-    compiler writes the terms of each sum to memory).
+    compiler writes the terms of each sum to memory). Subnormal numbers are zeros there, as XLA:CPU and TPUs compute.
     If several processes share the arrays, all of them must call this, and all get the result.
 
     Args:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
@@ -30,9 +30,7 @@ _MOST_CHEAP = 16  # steps that are repeated for a value: more cost more than the
 _MOST_ROWS = 1 << 14  # rows of a table that are read one by one
 _MOST_LAYERS = 1024  # iterations of a scan that runs layer by layer: each is a program call
 # Reductions that can be done for each layer, and then for the results.
-_REDUCTIONS: Mapping[str, Any] = {
-    "reduce_sum": jnp.sum, "reduce_max": jnp.max, "reduce_min": jnp.min, "reduce_and": jnp.all, "reduce_or": jnp.any
-}  # fmt: skip
+_REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,8 +227,8 @@ class Flattened:
         if params["strides"] or any((start, limit) != (0, size) for start, limit, size in others):
             return None
         rows = range(int(starts[0]), int(limits[0]))
-        if value.pieces:
-            return [Value(out.aval, pieces=value.pieces[rows.start : rows.stop])]
+        if value.pieces:  # an empty slice of them is one of the whole
+            return [Value(out.aval, pieces=value.pieces[rows.start : rows.stop])] if rows else None
         return [self._part(value, rows, out.aval)]
 
     def _rows(self, eqn: Any, table: Any, where: Any) -> Sequence[Any] | None:
@@ -303,10 +301,11 @@ class Flattened:
         if name in ELEMENTWISE:
             pieces = self._mapped(eqn, operands, len(found[0]))
         elif name in _REDUCTIONS and (axes := [axis - 1 for axis in eqn.params["axes"] if axis]):
-            function = functools.partial(eqn.primitive.bind, **{**eqn.params, "axes": tuple(axes)})
+            joins = len(axes) < len(eqn.params["axes"])
+            function = functools.partial(_reduced, eqn, tuple(axes), wide=joins and name == "reduce_sum")
             pieces = [self._emit(function, piece) for piece in found[0]]
-            if len(axes) < len(eqn.params["axes"]):
-                return [self._emit(functools.partial(_joined, _REDUCTIONS[name]), *pieces)]
+            if joins:
+                return [self._emit(functools.partial(_joined, eqn), *pieces)]
         return None if pieces is None else [Value(eqn.outvars[0].aval, pieces=pieces)]
 
     def _layers(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any] | None:
@@ -342,8 +341,15 @@ class Flattened:
         return self._emit(cut, self._whole(value))
 
 
-def _joined(reduction: Callable[..., jax.Array], *pieces: jax.Array) -> jax.Array:
-    return reduction(jnp.stack(pieces), 0).astype(pieces[0].dtype)
+def _reduced(eqn: Any, axes: tuple[int, ...], piece: jax.Array, *, wide: bool = False) -> jax.Array:
+    """The reduction of a piece; `wide` keeps sums of small floats in float32, so that only the whole sum is rounded."""
+    if wide and jnp.issubdtype(piece.dtype, jnp.floating) and piece.dtype.itemsize < 4:
+        piece = piece.astype(np.float32)
+    return eqn.primitive.bind(piece, **{**eqn.params, "axes": axes})
+
+
+def _joined(eqn: Any, *pieces: jax.Array) -> jax.Array:
+    return _reduced(eqn, (0,), jnp.stack(pieces)).astype(eqn.outvars[0].aval.dtype)
 
 
 def _is_of_variable(value: Any) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import time
@@ -19,7 +20,7 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from lazymodel._abstract.framework import ModelSpec
 from lazymodel._abstract.variable import device_shardings, host_array, stays_on_host
@@ -37,7 +38,7 @@ from lazymodel._mapping.match import (
 )
 from lazymodel._materialize.materialize import publish_fingerprint
 from lazymodel._materialize.stream import StreamItem, stream
-from lazymodel._programs.jaxprs import Programs, as_keys, as_operand, placed, stored_as
+from lazymodel._programs.jaxprs import Programs, as_keys, as_operand, is_weak, placed, stored_as, with_weak_type
 from lazymodel._programs.programs import InitRecipe, run_recipes
 from lazymodel._show.progress import Progress, ProgressTo, ReportTo, delivery, progress_for, reported
 from lazymodel._show.text import format_bytes, grouped_by, parse_budget, parse_bytes
@@ -113,6 +114,20 @@ def run(
 Rewrite: TypeAlias = "Callable[[Any, Sequence[str | None], Sequence[Any]], tuple[Any, Callable[[Sequence[Any]], Any]]]"
 
 
+def _under_own_mesh(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Under the model's mesh, if another one is current: the function may name its axes."""
+
+    @functools.wraps(function)
+    def wrapped(model: ModelSpec, *args: Any) -> Any:
+        meshes = [each.sharding.mesh for each in model.values() if isinstance(each.sharding, NamedSharding)]
+        own = meshes[0] if meshes and isinstance(meshes[0], Mesh) else None
+        with contextlib.nullcontext() if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(own):
+            return function(model, *args)
+
+    return wrapped
+
+
+@_under_own_mesh
 def run_rewritten(
     model: ModelSpec,
     function: Callable[..., Any],
@@ -454,10 +469,10 @@ def _run(
 
 def _result(result: Any, values: Mapping[Value, Any]) -> Any:
     if not isinstance(result, Value):
-        return jax.numpy.asarray(result.val, result.aval.dtype)
+        return with_weak_type(jax.numpy.asarray(result.val, result.aval.dtype), is_weak(result.aval))
     if result.data is None:
         return values[result]
-    return result.data if isinstance(result.data, jax.Array) else jax.numpy.asarray(result.data)
+    return with_weak_type(jax.numpy.asarray(result.data), is_weak(result.aval))
 
 
 def _report(calls: Sequence[_Call], flat: Flattened, variables: _Variables, **measured: Any) -> RunReport:

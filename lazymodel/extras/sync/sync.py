@@ -29,7 +29,7 @@ from lazymodel._devices.hardware import compile_lowered, require_live
 from lazymodel._errors import LazyModelError, SyncError
 from lazymodel._mapping.match import MappedCheckpoint
 from lazymodel._mapping.table import WeightMap, map_checkpoint
-from lazymodel._programs.jaxprs import as_keys, stored_as
+from lazymodel._programs.jaxprs import as_keys, stored_as, without_mesh
 from lazymodel._show.table import Column, Table, Tabled, placed_text, shape_text, spec_text
 from lazymodel._show.text import closest, first_of, format_bytes, listed, parse_bytes, plural
 from lazymodel._tensors.casting import refusal
@@ -85,6 +85,7 @@ class Sync(Tabled):
         True
     """
 
+    @without_mesh()
     def __init__(
         self,
         trainer: Any,
@@ -140,6 +141,7 @@ class Sync(Tabled):
         self.compiled += tuple(dict.fromkeys(quantizers.values()))
         self.peak_nbytes = held + max(self._spent(group, quantizers) for group in self._groups)
 
+    @without_mesh()
     def __call__(self, trainer: Any, *, into: Any) -> Any:
         """Moves a trainer's weights into a sampler.
 

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from lazymodel._abstract.variable import automatic, automatic_sharding, is_offloaded, on_device, under
 from lazymodel._devices.hardware import compile_lowered
 from lazymodel._errors import LazyModelError
-from lazymodel._programs.jaxprs import as_keys, is_key, stored_as, with_shards
+from lazymodel._programs.jaxprs import as_keys, is_key, stored_as, uses_x64, with_shards, without_mesh
 from lazymodel._show.text import grouped_by, listed
 from lazymodel._tensors.buffers import Arithmetic, Convert
 from lazymodel._tensors.shards import grouped, spec_axes
@@ -157,6 +157,13 @@ class _Program:
     """
 
     def __init__(self, recipe: _Recipe, sources: Sequence[Array], targets: Sequence[Array], reuse: bool) -> None:
+        steps = [step for own, _ in recipe for copy in own.copies for step in copy.steps]
+        # NumPy computes in 64 bits with `np.float64(…)`, and where an integer meets a float.
+        self._x64 = functools.partial(jax.enable_x64, any(step.dtype.itemsize >= 8 for step in steps) or uses_x64())
+        with without_mesh(), self._x64():
+            self._compile(recipe, sources, targets, reuse)
+
+    def _compile(self, recipe: _Recipe, sources: Sequence[Array], targets: Sequence[Array], reuse: bool) -> None:
         # Programs for several meshes are traced with Auto axes.
         self._explicit = any(automatic_sharding(each.sharding) is not each.sharding for each in (*sources, *targets))
         self._wanted = [each.sharding for each in targets]
@@ -216,10 +223,13 @@ class _Program:
     def __call__(self, sources: Sequence[jax.Array], old: Sequence[jax.Array]) -> Sequence[jax.Array]:
         if self._explicit:
             sources, old = ([automatic(array) for array in each] for each in (sources, old))
-        results = self._run(list(sources), list(old))
+        with without_mesh(), self._x64():
+            results = self._run(list(sources), list(old))
+        if self._empty:
+            results = [with_shards(array) for array in results]
         if self._explicit:
             results = [under(array, sharding) for array, sharding in zip(results, self._wanted, strict=True)]
-        return [with_shards(array) for array in results] if self._empty else results
+        return results
 
     def _run(self, sources: list[jax.Array], old: list[jax.Array]) -> Sequence[jax.Array]:
         if len(self.compiled) == 1:
@@ -522,15 +532,35 @@ def _at(starts: Iterable[_Start], row: Sequence[Any]) -> list[Any]:
 
 
 def _converted(piece: Any, steps: Iterable[Convert]) -> Any:
+    """The piece after conversions, each of which rounds as NumPy does when the same is loaded."""
     for step in steps:
         if step.bitcast:
             piece = lax.bitcast_convert_type(piece, step.dtype)
             continue
-        if isinstance(step.function, Arithmetic):
-            operands = (piece if operand is None else operand for operand in step.function.operands)
-            piece = getattr(jnp, step.function.function.__name__)(*operands)
-        piece = piece.astype(step.dtype)
+        zero, operands = _zero(piece), [piece]
+        compute = step.function if isinstance(step.function, Arithmetic) else None
+        if compute is not None:
+            operands = [piece if operand is None else np.asarray(operand) for operand in compute.operands]
+        # NumPy has decided the dtype in which it computes: JAX would multiply bfloat16 by 0.3 in bfloat16.
+        operands = [_hidden(_hidden(jnp.asarray(each), zero).astype(step.dtype), zero) for each in operands]
+        piece = operands[0] if compute is None else getattr(jnp, compute.function.__name__)(*operands)
     return piece
+
+
+def _zero(piece: Any) -> Any:
+    """Zeros, which no compiler knows: no square is 5 modulo 8."""
+    wide = _bits(piece).astype(np.uint32)
+    return wide * wide % 8 == 5
+
+
+def _hidden(value: Any, zero: Any) -> Any:
+    """The same value, hidden so that the compiler does not know how it was computed: XLA skips roundings between
+    operations, multiplies by reciprocals, and multiplies and adds in one instruction.
+    """
+    if not jnp.issubdtype(value.dtype, jnp.floating) or value.dtype.itemsize > 4:
+        return value
+    bits = f"uint{jax.dtypes.itemsize_bits(value.dtype)}"
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(value, bits) + zero.astype(bits), value.dtype)
 
 
 def _wire(dtype: np.dtype[Any]) -> np.dtype[Any]:

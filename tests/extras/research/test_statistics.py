@@ -82,6 +82,33 @@ def test_nothing_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(texts) == 4
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.float32(1e6) + random((256, 64)) / 20,
+        -np.float32(1e3) - random((256, 64)) ** 2 / 1000,
+        np.arange(2**30, 2**30 + 100, dtype=np.int32),
+        np.array([2**32 - 1, 2**32 - 3], np.uint32),
+        np.array([2e38 + 2e38j, 1], np.complex64),
+        np.array([3e-39, -1e-40, 2.0], np.float32),
+    ],
+    ids=str,
+)
+def test_far_from_zero_and_near_the_limits(values: np.ndarray) -> None:
+    for found in lm.statistics({"host": values, "device": jnp.asarray(values)}, spectral=False).values():
+        wide = (np.abs(values.astype(complex)) if values.dtype.kind == "c" else values).astype(np.longdouble)
+        expected = [float(each) for each in (wide.mean(), wide.std(), wide.min(), wide.max())]
+        np.testing.assert_allclose([found.mean, found.std, found.min, found.max], expected, rtol=1e-5, atol=1e-37)
+
+
+def test_float64_near_its_limits() -> None:
+    for values in ([1e300, -1e300, 5e299, 1], [1.7e308, -1.7e308], [5e-324, -1e-310, 3e-320], [1e308 + 1e308j, 1e300]):
+        found = lm.statistics({"w": np.array(values)})["w"]
+        wide = (np.abs(np.array(values)) if isinstance(values[0], complex) else np.array(values)).astype(np.longdouble)
+        np.testing.assert_allclose([found.mean, found.std], [float(wide.mean()), float(wide.std())], rtol=1e-9)
+        assert (found.min, found.max) == (float(wide.min()), float(wide.max()))
+
+
 def test_low_rank_zero_and_tiny_matrices() -> None:
     outer = np.outer(random((50,)), random((40,), 1))
     found = lm.statistics({"outer": outer, "zero": np.zeros((8, 8), np.float32), "one": np.full((1, 1), -3.0)})

@@ -265,6 +265,56 @@ def test_scans_over_keys_constants_and_nothing(tmp_path: Any) -> None:
     check(abstract, function, jnp.ones((2, 8)))
 
 
+OF_EACH = ("or", "and", "xor", "sum", "prod", "max", "min")
+DTYPES = "bool int4 int8 uint8 int16 int32 uint32 float8_e4m3fn float8_e5m2 float16 bfloat16 float32 complex64"
+
+
+@pytest.mark.parametrize("dtype", DTYPES.split())
+def test_reductions_of_scans_in_every_dtype(dtype: str) -> None:
+    weights = np.random.default_rng(0).integers(0, 7, (4, 6, 8)).astype(jnp.dtype(dtype))
+    abstract = lm.build_abstract(lambda: {"w": jnp.zeros(weights.shape, dtype), "x": jnp.zeros(2)})
+    axes, names = [(0,), (0, 1), (0, 1, 2)], list(OF_EACH)
+    if not jnp.issubdtype(dtype, jnp.integer):  # it overflows
+        names.remove("prod")
+
+    def function(model: Any) -> Any:
+        _, layers = jax.lax.scan(lambda carry, x: (carry, ~x if dtype == "bool" else x + x), 0, model["w"])
+        return {n: [getattr(jax.lax, f"reduce_{n}")(layers, each) for each in axes] for n in names}
+
+    for name in [*names]:  # JAX refuses some, of bits of floats for example
+        try:
+            jax.eval_shape(lambda x, name=name: getattr(jax.lax, f"reduce_{name}")(x, (0,)), weights)
+        except TypeError:
+            names.remove(name)
+    assert {"max", "min"} <= {*names} and (dtype == "complex64" or {"sum", "or"} & {*names})
+    loaded = {"w": weights, "x": np.zeros(2, np.float32)}
+    found, expected = abstract.run(function, checkpoint=loaded), jax.jit(function)(loaded)
+    found, expected = jax.tree.map(np.asarray, (found, expected))
+    if "sum" in names and jnp.issubdtype(dtype, jnp.floating):  # rounded once, which XLA's own are not
+        whole = (weights + weights).astype(np.float64)
+        expected["sum"][1:] = [whole.sum(each).astype(weights.dtype) for each in axes[1:]]
+    for name in names:
+        for mine, right in zip(found[name], expected[name], strict=True):
+            assert mine.dtype == right.dtype and mine.shape == right.shape
+            assert np.array_equal(mine.astype(complex), right.astype(complex), equal_nan=True), name
+
+
+def test_empty_slices_of_scans_and_weak_types() -> None:
+    weights = np.arange(24, dtype=np.float32).reshape(4, 6)
+    abstract = lm.build_abstract(lambda: {"w": jnp.zeros((4, 6)), "x": jnp.zeros(2)})
+
+    def function(model: Any) -> Any:
+        _, y = jax.lax.scan(lambda carry, x: (carry, x + 1), 0, model["w"])
+        empty = [y[0:0], y[2:2] * 2, jnp.sum(y[1:1], 0), jnp.concatenate([y[4:], y[:1]])]
+        return empty, jax.lax.scan(lambda carry, x: (carry + x, x), y[0], y[:0]), jnp.asarray(1.5), jnp.asarray(2) * 1
+
+    loaded = {"w": weights, "x": weights[0, :2]}
+    found, expected = abstract.run(function, checkpoint=loaded), jax.jit(function)(loaded)
+    assert_equal(found, expected)
+    weak = [each.weak_type for each in jax.tree.leaves(expected)]
+    assert [each.weak_type for each in jax.tree.leaves(found)] == weak and {*weak} == {True, False}
+
+
 def test_64_bits() -> None:
     with jax.enable_x64(True):
         abstract = lm.build_abstract(

@@ -181,3 +181,13 @@ def test_what_cannot_be_measured_is_rejected() -> None:
         found.over_depth("median")
     with pytest.raises(lm.LazyModelError, match="no name in common"):
         found.compare(lm.signals(lm.build_abstract(lambda: {"w": jnp.ones(WIDTH)}), lambda model, x: x * model["w"], X))
+
+
+def test_each_line_of_a_figure_is_in_the_legend() -> None:
+    pytest.importorskip("matplotlib")
+    abstract = layers(3)
+    found = lm.signals(abstract, loss, X, gradients=True)
+    (legend,) = found.plot().legends
+    named = {text.get_text().strip() for text in legend.get_texts()}
+    kinds = ("activations", "gradients", "variables")
+    assert named == {name for kind in kinds for name in found.over_depth("rms", kind)} and len(named) > 2

@@ -1,0 +1,86 @@
+"""NNX modules under the mesh of `jax.set_mesh`, and on Explicit axes."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import lazymodel as lm
+
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed, self.up = nnx.Embed(64, 16, rngs=rngs), nnx.Linear(16, 32, rngs=rngs)
+        self.norm, self.dropout = nnx.BatchNorm(32, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return self.norm(self.up(self.embed(tokens)), use_running_average=True)
+
+
+RULES = {"up/kernel": P(None, "model"), ".*": P()}
+
+
+def mesh(first: int, sizes: tuple[int, int], kind: str) -> Mesh:
+    devices = np.array(jax.devices()[first : first + sizes[0] * sizes[1]]).reshape(sizes)
+    return Mesh(devices, ("data", "model"), axis_types=(KINDS[kind],) * 2)
+
+
+def results(own: Mesh) -> list[Any]:
+    alone = lm.build_abstract(Model, nnx.Rngs(0))
+    abstract, elsewhere = alone.shard(own, RULES), alone.shard(mesh(4, (2, 2), "auto"), RULES)
+    model, sampler = abstract.materialize(), elsewhere.materialize()
+    values = dict(abstract.stream())
+    lm.Sync(abstract, elsewhere)(model, into=sampler)
+    trained = abstract.with_optimizer(optax.adam(1e-3)).materialize()
+    models = [
+        model,
+        sampler,
+        alone.materialize(),
+        abstract.materialize(values),
+        lm.reshard(alone.materialize(), elsewhere),
+    ]
+    tokens = np.ones((4, 8), np.int32)
+    ran = [each.run(lambda model, tokens: model(tokens), tokens) for each in (abstract, alone)]
+    return [*(jax.tree.leaves(nnx.state(each)) for each in (*models, *trained)), ran, lm.statistics(model).to_dict()]
+
+
+@pytest.mark.parametrize("current", ["same", "fewer"])
+@pytest.mark.parametrize("axes", KINDS)
+@pytest.mark.parametrize("own", KINDS)
+def test_main_paths(own: str, axes: str, current: str) -> None:
+    expected = results(mesh(0, (2, 4), own))
+    with jax.set_mesh(mesh(0, (2, 4), axes) if current == "same" else mesh(2, (2, 1), axes)):
+        found = results(mesh(0, (2, 4), own))
+    for mine, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        if hasattr(right, "dtype") and jax.numpy.issubdtype(right.dtype, jax.dtypes.prng_key):
+            mine, right = jax.random.key_data(mine), jax.random.key_data(right)
+        assert (
+            np.array_equal(mine, right, equal_nan=hasattr(right, "dtype")) if hasattr(right, "dtype") else mine == right
+        )
+
+
+def test_explicit_axes_that_layers_cannot_use(recwarn: pytest.WarningsRecorder) -> None:
+    abstract = lm.build_abstract(Model, nnx.Rngs(0))
+    mesh42, rules = jax.make_mesh((2, 4), ("data", "model")), {"embed/.*": P("model"), ".*": P()}
+    abstract.shard(mesh42, RULES)
+    assert not recwarn
+    with pytest.warns(lm.LazyModelWarning, match=re.escape("'embed/embedding': sharded over Explicit axes")) as warned:
+        sharded = abstract.shard(mesh42, rules)
+    with pytest.raises(Exception, match="out_sharding"):  # of JAX, for which the warning is
+        nnx.jit(lambda model, x: model(x))(sharded.materialize(), np.ones((4, 8), np.int32))
+    shape, names = (2, 4), ("data", "model")
+    advice = re.search(r"jax\.make_mesh\(.*\* len\(names\)\)", str(warned[0].message))
+    assert advice is not None
+    automatic = eval(advice[0], {"jax": jax, "shape": shape, "names": names})
+    model = abstract.shard(automatic, rules).materialize()
+    assert nnx.jit(lambda model, x: model(x))(model, np.ones((4, 8), np.int32)).shape == (4, 8, 32)
