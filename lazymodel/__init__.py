@@ -47,6 +47,7 @@ if _typing.TYPE_CHECKING:
     from lazymodel._mapping.table import WeightMap, map_checkpoint
     from lazymodel._materialize.report import LoadReport
     from lazymodel._model import AbstractModel, build_abstract
+    from lazymodel._pin_batch import pin_batch
     from lazymodel._plan.fleet import Fleet
     from lazymodel._plan.plan import MemoryPlan, compare_plans
     from lazymodel._plan.search import smallest_topology
@@ -86,6 +87,7 @@ _NAMES = {  # module: names that it has
     "lazymodel.extras.sync.reshard": "ReshardReport reshard",
     "lazymodel.extras.sync.sync": "Sync",
     "lazymodel._model": "AbstractModel build_abstract",
+    "lazymodel._pin_batch": "pin_batch",
     "lazymodel._plan.fleet": "Fleet",
     "lazymodel._plan.plan": "MemoryPlan compare_plans",
     "lazymodel._plan.search": "smallest_topology",
@@ -175,6 +177,7 @@ __all__ = [
     "open_adapter",
     "open_checkpoint",
     "path_key",
+    "pin_batch",
     "research",
     "reshard",
     "restore",

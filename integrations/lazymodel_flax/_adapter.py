@@ -27,7 +27,7 @@ from flax import linen, nnx
 from jax.sharding import Mesh
 
 from lazymodel import AbstractVariable, LazyModelError, TraceError
-from lazymodel._abstract.framework import Framework, ModelSpec, Optimizer, Training
+from lazymodel._abstract.framework import Framework, ModelSpec, OpenedArguments, Optimizer, Training
 from lazymodel._abstract.pairs import LoraPair, named_pairs
 from lazymodel._abstract.variable import (
     OPTIMIZER,
@@ -115,6 +115,19 @@ class FlaxAdapter:
                 edges.append((vars(parent), str(path[-1]), node) if is_object else (parent, path[-1], node))
         places = _Places(found, edges)
         return places if places.valid() else None
+
+    def opened(self, args: Any, kwargs: Any) -> OpenedArguments | None:
+        """The arrays of NNX objects and of all else that a function is called with."""
+        given = args, kwargs
+        if not _has_nodes(given):
+            return None
+        graphdef, arrays = nnx.split(given)
+        return OpenedArguments(
+            arrays,
+            lambda arrays: nnx.merge(graphdef, arrays),
+            lambda given: nnx.state(given, nnx.Variable),
+            lambda state: nnx.update(given, state),
+        )
 
     def with_arrays(self, model: Any, arrays: Mapping[int, Any]) -> Any:
         graphdef, state = nnx.split(model) if _has_nodes(model) else (None, model)

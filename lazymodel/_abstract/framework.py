@@ -136,6 +136,16 @@ class LoweredFunction:
     besides: Callable[[jax.stages.Compiled], object] | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class OpenedArguments:
+    """The arguments of a call, `(args, kwargs)`, whose objects a function may change, as a pytree of arrays."""
+
+    arrays: Any
+    closed: Callable[[Any], Any] = lambda arrays: arrays  # the arguments with other arrays
+    state: Callable[[Any], Any] = lambda _: ()  # what such arguments hold after the call, a pytree
+    write: Callable[[Any], object] = lambda _: None  # puts that into the objects that were given
+
+
 class Framework:
     """The operations of a framework on its models; this class is for a model that is a plain pytree.
 

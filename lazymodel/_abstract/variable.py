@@ -475,8 +475,9 @@ _ADAPTERS = {"keras": "lazymodel_keras", "flax": "lazymodel_flax"}
 class Adapter(Protocol):
     """The module-level `adapter` of a framework's integration.
 
-    It may also have `lora_pairs(model)`, the LoRA pairs of a built model; None for objects of other frameworks. And
-    `states(model)`, a tree with the states of the framework's objects in their places.
+    It may also have, with None for objects of other frameworks, `lora_pairs(model)`, the LoRA pairs of a built model,
+    and `opened(args, kwargs)`, the `OpenedArguments` of a call that may change its objects. And `states(model)`, a tree
+    with the states of the framework's objects in their places.
     """
 
     def matches(self, build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -46,9 +46,10 @@ from lazymodel._errors import DoesNotFitError, LazyModelError
 from lazymodel._mapping.match import LoadPlan, checkpoint_for, refused_casts, resolve
 from lazymodel._plan.fleet import Fleet, Traffic
 from lazymodel._plan.plan import HostPlan, MemoryPlan, PlanRow, PlanStep
-from lazymodel._plan.what_if import ACTIVATIONS, DATA_AXES, GRADIENTS, PARAMETERS, Use, WhatIf, estimate_activations
+from lazymodel._plan.what_if import ACTIVATIONS, GRADIENTS, PARAMETERS, Use, WhatIf, estimate_activations
 from lazymodel._programs.jaxprs import InitProgram
 from lazymodel._programs.programs import by_devices
+from lazymodel._sharding.roles import DATA_AXES
 from lazymodel._show.text import grouped_by, parse_bytes
 from lazymodel._tensors.buffers import DEFAULT_BUDGET, available_memory
 from lazymodel._tensors.lazy import LazyTensor

@@ -32,12 +32,10 @@ from lazymodel._abstract.variable import (
 from lazymodel._errors import LazyModelError
 from lazymodel._sharding.describe import describe
 from lazymodel._sharding.follow import lora_shardings
-from lazymodel._sharding.roles import HEADS
+from lazymodel._sharding.roles import DATA_AXES, HEADS
 from lazymodel._show.text import closest, grouped_by, plural
 from lazymodel._tensors.shards import mesh_size, spec_axes
 
-# Names of mesh axes over which a batch is split; all other axes split dimensions inside the model.
-DATA_AXES = ("data", "batch", "dp", "fsdp", "replica")
 REMATS = ("attention", "full")
 
 # Layers whose activations cannot be inferred from shapes, such as the number of experts for each token.

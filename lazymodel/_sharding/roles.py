@@ -200,6 +200,9 @@ def role(name: str) -> Role:
 
 # Purpose of a mesh axis → its common names. `batch` is the data axis of keras.distribution; published Keras layouts
 # split parameters over it too.
+# Names of mesh axes over which a batch is split; all other axes split dimensions inside the model.
+DATA_AXES = ("data", "batch", "dp", "fsdp", "replica")
+
 MESH_AXES = {
     "tensor": ("model", "tensor", "tp", "mp", "tensor_parallel", "model_parallel", "mdl"),
     "fsdp": ("fsdp", "zero", "fully_sharded"),
