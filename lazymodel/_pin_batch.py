@@ -179,7 +179,7 @@ class _Pinning:
     def __init__(self, pins: Pins) -> None:
         self.pins = pins
         self.lost: set[str] = set()  # operations behind which the batch is not followed
-        self._inner: dict[Any, tuple[Any, list[Kind]]] = {}
+        self._inner: dict[Any, tuple[Any, Any, list[Kind]]] = {}
 
     def run(self, jaxpr: Any, values: Sequence[Any], kinds: Sequence[Kind]) -> tuple[list[Any], list[Kind]]:
         """The results of a jaxpr, and their kinds."""
@@ -251,31 +251,33 @@ class _Pinning:
         consts, carry = params["num_consts"], params["num_carry"]
         inner = [_sliced(kind) for kind in kinds[consts + carry :]]
         carried = list(kinds[consts : consts + carry])
-        for _ in range(carry + 2):  # until what is carried keeps its kind; each turn settles one at least
-            _, found = self._rewritten(params["jaxpr"], [*kinds[:consts], *carried, *inner])
-            after = [_agreed(a, b) for a, b in zip(carried, found[:carry], strict=True)]
-            if after == carried:
-                break
-            carried = after
-        closed, found = self._rewritten(
-            params["jaxpr"], [*kinds[:consts], *carried, *inner], [*carried, *found[carry:]]
-        )
+        carried, found = self._settled(params["jaxpr"], kinds[:consts], carried, inner)
+        ends = [*carried, *found[carry:]]
+        closed, _ = self._rewritten(params["jaxpr"], [*kinds[:consts], *carried, *inner], ends)
         stacked = [kind + 1 if isinstance(kind, int) else kind for kind in found[carry:]]
         results = eqn.primitive.bind(*values, **{**params, "jaxpr": closed})
         pinned = [self.pins.constrain(value, kind) for value, kind in zip(results, [*carried, *stacked], strict=True)]
         return pinned, [*carried, *stacked]
 
     def loop(self, eqn: Any, values: Sequence[Any], kinds: Sequence[Kind]) -> tuple[list[Any], list[Kind]]:
-        results = _as_it_is(eqn, values)
-        skipped = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
-        body, carried = kinds[eqn.params["cond_nconsts"] : skipped], list(kinds[skipped:])
-        for _ in range(len(carried) + 2):
-            found = self._rewritten(eqn.params["body_jaxpr"], [*body, *carried])[1]
-            after = [_agreed(a, b) for a, b in zip(carried, found, strict=True)]
+        first = eqn.params["cond_nconsts"]
+        second = first + eqn.params["body_nconsts"]
+        carried, _ = self._settled(eqn.params["body_jaxpr"], kinds[first:second], list(kinds[second:]), ())
+        return _as_it_is(eqn, values), carried
+
+    def _settled(
+        self, body: Any, consts: Sequence[Kind], carried: list[Kind], inner: Sequence[Kind]
+    ) -> tuple[list[Kind], list[Kind]]:
+        """The kinds of what a loop carries, such that a turn keeps them, and those of all that its body returns."""
+        unclear: set[int] = set()  # other kinds in other turns
+        while True:
+            found = self._rewritten(body, [*consts, *carried, *inner])[1]
+            after = [_agreed(one, other) for one, other in zip(carried, found, strict=False)]
+            unclear |= {i for i, kind in enumerate(after) if kind is None and carried[i] is not None}
+            after = [None if i in unclear else kind for i, kind in enumerate(after)]
             if after == carried:
-                return results, carried
+                return carried, found
             carried = after
-        return results, [None] * len(results)
 
     def cond(self, eqn: Any, values: Sequence[Any], kinds: Sequence[Kind]) -> tuple[list[Any], list[Kind]]:
         results = _as_it_is(eqn, values)
@@ -369,7 +371,7 @@ def pin_batch(
         def flat(arrays: Sequence[Any]) -> Any:
             new = dict(zip(traced, arrays, strict=True))
             args, kwargs = given.closed(jax.tree.unflatten(structure, [new.get(i, x) for i, x in enumerate(leaves)]))
-            return step(*args, **kwargs), given.state((args, kwargs))
+            return cast(Any, step)(*args, **kwargs), given.state((args, kwargs))
 
         arrays = [leaves[i] for i in traced]
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(arrays)
@@ -412,7 +414,7 @@ def _kinds(
         for leaf, sharding in known.leaves(argument):
             if sharding is not _INPUT:
                 spec = getattr(sharding, "spec", ())
-                axes = {axis for entry in spec_axes(spec, np.ndim(leaf)) for axis in entry}
+                axes = {axis for entry in spec_axes(cast(Any, spec), np.ndim(leaf)) for axis in entry}
                 yield leaf, PARAMETER if axes & {*pins.axes} else None
             elif (
                 stated is not None
