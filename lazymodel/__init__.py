@@ -31,7 +31,6 @@ if _typing.TYPE_CHECKING:
     from lazymodel import checkpoints as checkpoints
     from lazymodel import research
     from lazymodel._abstract.variable import AbstractVariable
-    from lazymodel._adapters.merge import Adapter, merge, open_adapter
     from lazymodel._compile import Compile
     from lazymodel._devices.hardware import arithmetic_mesh, device_memory, topology
     from lazymodel._errors import (
@@ -53,7 +52,6 @@ if _typing.TYPE_CHECKING:
     from lazymodel._plan.search import smallest_topology
     from lazymodel._plan.what_if import WhatIf
     from lazymodel._restore import restore, training_state
-    from lazymodel._save.adapter import save_adapter
     from lazymodel._save.save import save, save_step
     from lazymodel._sharding.auto import auto
     from lazymodel._sharding.roles import Host, role
@@ -62,6 +60,8 @@ if _typing.TYPE_CHECKING:
     from lazymodel._transform import path_key
     from lazymodel.checkpoints import Checkpoint, open_checkpoint
     from lazymodel.checkpoints._checkpoint import TrainingState
+    from lazymodel.extras.lora.merge import Adapter, merge, open_adapter
+    from lazymodel.extras.lora.save_adapter import save_adapter
     from lazymodel.extras.research import grow, initializers
     from lazymodel.extras.research.coordinate_check import CoordinateCheck, coordinate_check
     from lazymodel.extras.research.diff import diff
@@ -76,7 +76,7 @@ __version__ = _VERSION
 
 _NAMES = {  # module: names that it has
     "lazymodel._abstract.variable": "AbstractVariable",
-    "lazymodel._adapters.merge": "Adapter merge open_adapter",
+    "lazymodel.extras.lora.merge": "Adapter merge open_adapter",
     "lazymodel._compile": "Compile",
     "lazymodel._devices.hardware": "arithmetic_mesh device_memory topology",
     "lazymodel._errors": "CheckpointError DoesNotFitError LazyModelError LazyModelWarning ShardingError SyncError "
@@ -93,7 +93,7 @@ _NAMES = {  # module: names that it has
     "lazymodel._plan.search": "smallest_topology",
     "lazymodel._plan.what_if": "WhatIf",
     "lazymodel._restore": "restore training_state",
-    "lazymodel._save.adapter": "save_adapter",
+    "lazymodel.extras.lora.save_adapter": "save_adapter",
     "lazymodel._save.save": "save save_step",
     "lazymodel._sharding.auto": "auto",
     "lazymodel._sharding.roles": "Host role",

@@ -11,6 +11,8 @@ from typing import Any
 EXTRAS = {
     "copied": "lazymodel.extras.sync.reshard",
     "device_moves": "lazymodel.extras.sync.reshard",
+    "is_adapter": "lazymodel.extras.lora.merge",
+    "merge": "lazymodel.extras.lora.merge",
     "open_checkpoint": "lazymodel.checkpoints",  # no extra, but above those who take a path in place of it
     "run": "lazymodel.extras.run.run",
     "recorded": "lazymodel.extras.tables.recorded",

@@ -23,9 +23,9 @@ import numpy as np
 
 from lazymodel._abstract.framework import ModelSpec
 from lazymodel._abstract.variable import adapters, lazy_array, named_arrays
-from lazymodel._adapters.merge import Adapter, merge
 from lazymodel._devices.collective import agreement
 from lazymodel._errors import CheckpointError, LazyModelError, warn
+from lazymodel._extras import extra
 from lazymodel._mapping.match import lazy_values
 from lazymodel._mapping.table import WeightMap
 from lazymodel._remote.path import Location, RemotePath, matching
@@ -308,7 +308,7 @@ def convert(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     mapping: WeightMap | WriteFunction | None = None,
-    adapters: Sequence[Adapter] = (),
+    adapters: Sequence[Any] = (),
     verify: bool = False,
     max_host_memory: int | str | None = None,
     progress: ProgressTo = None,
@@ -325,7 +325,7 @@ def convert(
         dtype: The dtype of all floating-point tensors, such as `"bfloat16"`; others stay as they are.
         include: Patterns of names as shells have them (`*`, `?`, `[…]`, case and all); nothing else is converted.
         exclude: Patterns of names that are not.
-        adapters: LoRA adapters, to merge one after another.
+        adapters: LoRA adapters that `open_adapter` opened, to merge one after another.
         verify: Whether to read everything back and compare it with the source.
 
     Raises:
@@ -336,7 +336,7 @@ def convert(
     with contextlib.ExitStack() as stack:
         checkpoint = stack.enter_context(open_checkpoint(source, source_options))
         for adapter in adapters:
-            checkpoint = stack.enter_context(merge(checkpoint, adapter))
+            checkpoint = stack.enter_context(extra("merge")(checkpoint, adapter))
         if not is_url(destination):
             _check_apart(destination, [source, *checkpoint.files], format)
             _check_hidden(destination, source)

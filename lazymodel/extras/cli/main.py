@@ -25,9 +25,9 @@ import jax
 
 import lazymodel as lm
 from lazymodel._abstract.variable import named
-from lazymodel._adapters.merge import is_adapter, open_adapter
 from lazymodel._devices.hardware import device_memory, libtpu_environment
 from lazymodel._errors import DoesNotFitError, LazyModelError, is_library
+from lazymodel._extras import extra
 from lazymodel._mapping.table import WeightMap
 from lazymodel._programs.jaxprs import CONFIG
 from lazymodel._remote.url import is_url, shown
@@ -142,7 +142,7 @@ def _tensors(arguments: argparse.Namespace, given: dict[str, Any] | None, option
         include=arguments.include or (),
         exclude=arguments.exclude or (),
         mapping=cast(Any, mapping),
-        adapters=[open_adapter(path, given if is_url(path) else None) for path in arguments.adapter or ()],
+        adapters=[lm.open_adapter(path, given if is_url(path) else None) for path in arguments.adapter or ()],
         storage_options=given if is_url(arguments.destination) else None,
         **options,
     )
@@ -369,9 +369,9 @@ def _inspect(arguments: argparse.Namespace) -> int:
     check_page(arguments.html)
     options = storage_options(arguments)
     summary = inspect_checkpoint(arguments.checkpoint, options, verify=arguments.verify)
-    if is_adapter(arguments.checkpoint, options):
+    if extra("is_adapter")(arguments.checkpoint, options):
         try:
-            with contextlib.closing(open_adapter(arguments.checkpoint, options)) as adapter:
+            with contextlib.closing(lm.open_adapter(arguments.checkpoint, options)) as adapter:
                 summary.metadata["adapter"] = repr(adapter)
         except LazyModelError as error:
             summary = dataclasses.replace(summary, problems=(*summary.problems, Problem(None, str(error))))

@@ -22,8 +22,6 @@ from typing import Any, NoReturn, cast
 import jax.numpy as jnp
 import numpy as np
 
-from lazymodel._adapters.names import BaseNames
-from lazymodel._adapters.peft import CONFIG, FILES, MLX, PEFT, Pair, bare_name, check_config, of_mlx, parse
 from lazymodel._devices.collective import opening
 from lazymodel._errors import CheckpointError, warn
 from lazymodel._mapping.match import described, given_checkpoint
@@ -34,6 +32,8 @@ from lazymodel._tensors.low_rank import LowRankSum
 from lazymodel.checkpoints._checkpoint import Checkpoint, TensorHeader
 from lazymodel.checkpoints._open import located, open_located
 from lazymodel.checkpoints._untrusted import read_json_file
+from lazymodel.extras.lora.names import BaseNames
+from lazymodel.extras.lora.peft import CONFIG, FILES, MLX, PEFT, Pair, bare_name, check_config, of_mlx, parse
 
 _MERGE = "merge it instead: lm.merge(checkpoint, adapter)"
 # Of language models; other models have embeddings of other names, or no output projection.

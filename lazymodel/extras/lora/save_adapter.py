@@ -1,7 +1,7 @@
 """A model's LoRA pairs into a folder as PEFT writes it: `save_adapter`.
 
 The factors go the way of `save`, and the folder is replaced as a whole. What a pair adds to which tensor is calculated
-in `_mapping/pairs`; `_adapters/` reads such folders.
+in `_mapping/pairs`; `extras/lora/` reads such folders.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import numpy as np
 from lazymodel._abstract.framework import ModelSpec
 from lazymodel._abstract.pairs import lora_pairs, with_scale
 from lazymodel._abstract.variable import lazy_array
-from lazymodel._adapters.peft import CONFIG, EMBEDDINGS, FILES, PREFIX
 from lazymodel._devices.collective import agreement
 from lazymodel._errors import LazyModelError, warn
 from lazymodel._mapping.pairs import LowRank, of_rank
@@ -34,6 +33,7 @@ from lazymodel._save.write import check_budget
 from lazymodel._show.progress import Progress, progress_for
 from lazymodel._show.text import listed, parse_budget
 from lazymodel._tensors.lazy import LazyTensor
+from lazymodel.extras.lora.peft import CONFIG, EMBEDDINGS, FILES, PREFIX
 
 _FAR = 0.1  # relative error of a product from which outputs of a model visibly change
 
