@@ -13,6 +13,8 @@ EXTRAS = {
     "device_moves": "lazymodel.extras.sync.reshard",
     "is_adapter": "lazymodel.extras.lora.merge",
     "merge": "lazymodel.extras.lora.merge",
+    "open_gguf": "lazymodel.extras.quantized.gguf",
+    "plain_tensors": "lazymodel.extras.quantized.families",
     "open_checkpoint": "lazymodel.checkpoints",  # no extra, but above those who take a path in place of it
     "run": "lazymodel.extras.run.run",
     "recorded": "lazymodel.extras.tables.recorded",

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import gguf
 import numpy as np
 
-from lazymodel._quantized.ggml import GRIDS, TYPES, grid
+from lazymodel.extras.quantized.ggml import GRIDS, TYPES, grid
 
 NUMBERS = {type.name: number for number, type in TYPES.items()}
 # Those that the package decodes.

@@ -18,10 +18,9 @@ from typing import Any, NoReturn, TypeAlias, cast
 import numpy as np
 
 from lazymodel import Checkpoint, CheckpointError, LazyTensor, open_checkpoint
-from lazymodel._quantized.config import Plain
 from lazymodel._remote.path import Location, RemotePath
 from lazymodel._show.text import listed
-from lazymodel.checkpoints._checkpoint import CONFIG, DecodedCheckpoint
+from lazymodel.checkpoints._checkpoint import CONFIG, DecodedCheckpoint, Plain
 from lazymodel_keras import _upstream
 
 _ARCHITECTURE = "general.architecture"

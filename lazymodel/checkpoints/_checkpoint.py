@@ -17,15 +17,14 @@ import json
 import math
 import os
 import reprlib
-from collections.abc import Collection, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, KeysView, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from lazymodel._errors import CheckpointError, LazyModelError
-from lazymodel._quantized.config import Plain, is_hugging_face
-from lazymodel._quantized.families import plain_tensors
+from lazymodel._extras import extra
 from lazymodel._remote.path import Location, RemotePath, remote_path
 from lazymodel._remote.url import is_url
 from lazymodel._show.text import format_bytes, listed, plural
@@ -177,6 +176,23 @@ CONFIG = "config.json"
 _MODELOPT = "hf_quant_config.json"
 
 
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    """A tensor of the plain checkpoint.
+
+    Attributes:
+        make: Makes the tensor, as a lazy tensor.
+        file: The file that has most of it.
+        dtype: Its dtype; None if the headers do not contain its dtype and shape.
+        shape: Its shape.
+    """
+
+    make: Callable[[], LazyTensor]
+    file: str
+    dtype: np.dtype[Any] | None = None
+    shape: tuple[int, ...] = ()
+
+
 class DecodedCheckpoint(Checkpoint):
     """A quantized checkpoint with the names and shapes of the plain one, decoded while it is read.
 
@@ -205,6 +221,12 @@ class DecodedCheckpoint(Checkpoint):
         self.stored.close()
 
 
+def is_hugging_face(config: Mapping[str, Any]) -> bool:
+    """Returns True if a configuration is one of transformers or timm, or declares a quantization."""
+    kinds = ("model_type", "architectures", "architecture", "quantization_config", "compression_config")
+    return any(config.get(kind) for kind in kinds)
+
+
 def read_config(folder: Location) -> dict[str, Any]:
     """The configuration of a Hugging Face folder; an empty dict where there is none."""
     file = folder / CONFIG
@@ -225,7 +247,7 @@ def decoded(stored: Checkpoint, folder: Location) -> Checkpoint:
     if not is_hugging_face(config):
         return stored
     try:
-        plain, left = plain_tensors(stored, config, str(folder / CONFIG))
+        plain, left = extra("plain_tensors")(stored, config, str(folder / CONFIG))
     except BaseException:
         stored.close()
         raise

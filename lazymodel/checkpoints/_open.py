@@ -15,12 +15,12 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from lazymodel._devices.collective import opening, run_store
 from lazymodel._errors import CheckpointError
+from lazymodel._extras import extra
 from lazymodel._remote.path import Location, RemotePath, matching
 from lazymodel._remote.requests import Unavailable
 from lazymodel._remote.store import cached_commit, cached_snapshot, is_offline
 from lazymodel._remote.url import is_url
 from lazymodel.checkpoints._checkpoint import Checkpoint, DecodedCheckpoint, decoded, newest_step, place_of
-from lazymodel.checkpoints._gguf import model_files, open_gguf, split_names
 from lazymodel.checkpoints._hdf5 import open_archive, open_hdf5
 from lazymodel.checkpoints._numpy import EQUINOX, SAVE_EQUINOX, npy_names, open_npy, open_npy_folder, open_npz
 from lazymodel.checkpoints._orbax import OrbaxCheckpoint, find_item
@@ -32,8 +32,13 @@ from lazymodel.checkpoints._verify import Verify, verify_files
 T = TypeVar("T")
 
 SAVING = ".lazymodel-saving"  # what the names of savers' own folders end in
+_SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _LOOKS = 10  # at a folder that changes while it is looked at, which takes longer than replacing what is in it
 OLD = "old"  # in one: the folder that is being replaced, where the file system cannot exchange two in one step
+
+
+def _open_gguf(path: Location) -> Checkpoint:
+    return extra("open_gguf")(path)
 
 
 class Format(NamedTuple):
@@ -56,7 +61,7 @@ _FORMATS = (
     Format("hdf5", (".weights.h5", ".h5", ".hdf5"), b"\x89HDF\r\n\x1a\n", open_hdf5),
     Format("numpy", (".npz",), None, open_npz),
     Format("numpy", (".npy",), b"\x93NUMPY", open_npy),
-    Format("gguf", (".gguf",), b"GGUF", open_gguf),
+    Format("gguf", (".gguf",), b"GGUF", _open_gguf),
     Format("pytorch", (".bin", ".pt", ".pth", ".ckpt", ".pth.tar"), None, PyTorchFile),
     Format("hdf5", (".keras",), b"PK\x03\x04", open_archive),
 )
@@ -328,6 +333,22 @@ def weight_files(folder: Location) -> Sequence[Location]:
         if (folder / name).exists():
             return [folder / name]
     return loose_files(folder) or model_files(folder)
+
+
+def split_names(name: str) -> list[str]:
+    """The names of all files of the model of which a file of this name is one, by its name."""
+    if (match := _SPLIT.fullmatch(name)) is None:
+        return [name]
+    return [f"{match[1]}-{number:05}-of-{match[3]}.gguf" for number in range(1, int(match[3]) + 1)]
+
+
+def model_files(folder: Location) -> Sequence[Location]:
+    """The GGUF files of a folder, which must be of one model."""
+    files = matching(folder, "*.gguf")
+    models = {split_names(file.name)[0]: None for file in files}
+    if len(models) > 1:
+        raise CheckpointError(f"{folder} has {len(models)} GGUF models; open one of {list(models)}")
+    return files
 
 
 def find_contents(where: Location) -> Contents:

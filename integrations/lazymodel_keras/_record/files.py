@@ -31,9 +31,6 @@ import keras
 import numpy as np
 
 from lazymodel import Checkpoint, CheckpointError, LazyTensor, open_checkpoint
-from lazymodel._quantized.config import find_config
-from lazymodel._quantized.families import require_known
-from lazymodel._quantized.scaled import CODES, Float4Tensor, scaled_pairs
 from lazymodel._remote.path import Location, RemoteFile, RemotePath, matching, remote_path
 from lazymodel._remote.url import is_supported, is_url, shown
 from lazymodel._show.text import format_bytes
@@ -47,6 +44,9 @@ from lazymodel.checkpoints._untrusted import (
     member_start,
     require_shards,
 )
+from lazymodel.extras.quantized.config import find_config
+from lazymodel.extras.quantized.families import require_known
+from lazymodel.extras.quantized.scaled import CODES, Float4Tensor, scaled_pairs
 from lazymodel_keras import _upstream
 from lazymodel_keras._gguf import GgufFolder, converter
 

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from lazymodel import CheckpointError, LazyTensor
-from lazymodel._quantized.config import ADVICE
 from lazymodel._remote.path import Location
 from lazymodel._show.text import listed, plural
 from lazymodel._tensors.boxes import slabs
@@ -24,6 +23,7 @@ from lazymodel._tensors.casting import is_marker, scales_beside, weights
 from lazymodel._tensors.shards import StoredTensor, unused_tensors
 from lazymodel.checkpoints import SafetensorsFile
 from lazymodel.checkpoints._untrusted import read_json_file, shard_path, weight_map
+from lazymodel.extras.quantized.config import ADVICE
 from lazymodel_keras._gguf import GgufModel
 from lazymodel_keras._record.files import folder_config
 

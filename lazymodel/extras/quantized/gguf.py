@@ -12,21 +12,19 @@ from __future__ import annotations
 
 import collections
 import math
-import re
 import reprlib
 import struct
-from collections.abc import Sequence
 from typing import Any, BinaryIO, NamedTuple, NoReturn, cast
 
 import numpy as np
 
 from lazymodel._errors import CheckpointError
-from lazymodel._quantized.ggml import TYPES, TensorType, tensor_of
-from lazymodel._remote.path import Location, fetch_heads, matching, source_of
+from lazymodel._remote.path import Location, fetch_heads, source_of
 from lazymodel._show.text import plural
 from lazymodel._tensors.byte_reader import ByteReader, reading
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel.checkpoints._checkpoint import Checkpoint, JoinedCheckpoint, TensorHeader
+from lazymodel.checkpoints._open import split_names
 from lazymodel.checkpoints._untrusted import (
     MAX_DIMENSIONS,
     MAX_NBYTES,
@@ -36,6 +34,7 @@ from lazymodel.checkpoints._untrusted import (
     shard_path,
     truncated,
 )
+from lazymodel.extras.quantized.ggml import TYPES, TensorType, tensor_of
 
 _MAGIC = b"GGUF"
 _MAX_HEADER = 128 << 20  # bytes; the tokens of the largest vocabularies take 20 MB
@@ -243,7 +242,6 @@ def _read_tensors(reader: _Reader, count: int, alignment: int) -> dict[str, _Ten
     return infos
 
 
-_SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _FLOAT32 = np.dtype(np.float32)
 
 
@@ -279,22 +277,6 @@ class GgufFile(Checkpoint):
         dtype = info.type.dtype or _FLOAT32
         stored = None if info.type.dtype else (info.type.name, info.nbytes)
         return TensorHeader(dtype, info.shape, math.prod(info.shape) * dtype.itemsize, self.path, stored, info.begin)
-
-
-def split_names(name: str) -> list[str]:
-    """The names of all files of the model of which a file of this name is one, by its name."""
-    if (match := _SPLIT.fullmatch(name)) is None:
-        return [name]
-    return [f"{match[1]}-{number:05}-of-{match[3]}.gguf" for number in range(1, int(match[3]) + 1)]
-
-
-def model_files(folder: Location) -> Sequence[Location]:
-    """The GGUF files of a folder, which must be of one model."""
-    files = matching(folder, "*.gguf")
-    models = {split_names(file.name)[0]: None for file in files}
-    if len(models) > 1:
-        raise CheckpointError(f"{folder} has {len(models)} GGUF models; open one of {list(models)}")
-    return files
 
 
 def open_gguf(path: Location) -> Checkpoint:

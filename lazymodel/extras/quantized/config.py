@@ -21,6 +21,7 @@ import numpy as np
 
 from lazymodel._errors import CheckpointError
 from lazymodel._tensors.lazy import LazyTensor
+from lazymodel.checkpoints._checkpoint import Plain
 
 ADVICE = (
     "This quantized form is not read: load a dequantized copy, such as the original model or one that was saved after "
@@ -140,12 +141,6 @@ def _ways(pattern: str) -> tuple[int, float]:
     return quantifiers, ways * math.prod(alternatives)
 
 
-def is_hugging_face(config: Mapping[str, Any]) -> bool:
-    """Returns True if a configuration is one of transformers or timm, or declares a quantization."""
-    kinds = ("model_type", "architectures", "architecture", "quantization_config", "compression_config")
-    return any(config.get(kind) for kind in kinds)
-
-
 def find_config(config: Mapping[str, Any], file: str) -> Config | None:
     """The quantization of the weights that a configuration declares; None if they are not quantized."""
     found: list[tuple[str, dict[str, Any]]] = []
@@ -198,23 +193,6 @@ class StoredTensors(Protocol):
     def keys(self) -> KeysView[str]: ...
     def __getitem__(self, name: str, /) -> LazyTensor: ...
     def describe(self, name: str) -> Any: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Plain:
-    """A tensor of the plain checkpoint.
-
-    Attributes:
-        make: Makes the tensor, as a lazy tensor.
-        file: The file that has most of it.
-        dtype: Its dtype; None if the headers do not contain its dtype and shape.
-        shape: Its shape.
-    """
-
-    make: Callable[[], LazyTensor]
-    file: str
-    dtype: np.dtype[Any] | None = None
-    shape: tuple[int, ...] = ()
 
 
 class Contents:

@@ -18,12 +18,12 @@ import ml_dtypes
 import numpy as np
 
 from lazymodel._errors import CheckpointError
-from lazymodel._quantized.config import Contents
 from lazymodel._tensors.boxes import Box, box_shape, coarse, fine, shift, whole_box
 from lazymodel._tensors.buffers import Convert, DType, Steps, Workspace, assign
 from lazymodel._tensors.decoded import DecodedTensor, Stored, Unpack
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.tensor_source import Targets, View, fill
+from lazymodel.extras.quantized.config import Contents
 
 WORD = 32  # bits of the integers that codes are packed in
 INDEX = np.dtype(np.intp)  # dtype of NumPy's indices; it would convert narrower ones, in memory of its own

@@ -44,8 +44,16 @@ import ml_dtypes
 import numpy as np
 
 from lazymodel._errors import CheckpointError
-from lazymodel._quantized.config import ADVICE, DTYPES, Config, Contents, Plain, StoredTensors, find_config, matches
-from lazymodel._quantized.scaled import (
+from lazymodel._show.text import listed
+from lazymodel._tensors.boxes import Box
+from lazymodel._tensors.buffers import Steps, Workspace
+from lazymodel._tensors.casting import is_marker, is_quantized, scales_beside
+from lazymodel._tensors.decoded import DecodedTensor, Stored, Unpack
+from lazymodel._tensors.lazy import LazyTensor
+from lazymodel._tensors.tensor_source import View
+from lazymodel.checkpoints._checkpoint import Plain
+from lazymodel.extras.quantized.config import ADVICE, DTYPES, Config, Contents, StoredTensors, find_config, matches
+from lazymodel.extras.quantized.scaled import (
     WORD,
     ScaledTensor,
     add_float4,
@@ -57,13 +65,6 @@ from lazymodel._quantized.scaled import (
     scaled_integers,
     scales_of,
 )
-from lazymodel._show.text import listed
-from lazymodel._tensors.boxes import Box
-from lazymodel._tensors.buffers import Steps, Workspace
-from lazymodel._tensors.casting import is_marker, is_quantized, scales_beside
-from lazymodel._tensors.decoded import DecodedTensor, Stored, Unpack
-from lazymodel._tensors.lazy import LazyTensor
-from lazymodel._tensors.tensor_source import View
 
 _KINDS = ("float16", "bfloat16", "float32")  # of scales
 
