@@ -269,7 +269,10 @@ def _is_chain(tree: Any) -> bool:
 
 
 def _is_state(tree: Any) -> bool:
-    return any(map(_is_named, jax.tree.leaves(tree, is_leaf=_is_named)))
+    def is_leaf(node: Any) -> bool:
+        return _is_named(node) or isinstance(node, Iterator)  # of which JAX warns otherwise
+
+    return any(map(_is_named, jax.tree.leaves(tree, is_leaf=is_leaf)))
 
 
 def _has_parameters(state: Any, model: Any) -> bool:

@@ -450,7 +450,8 @@ def flat_checkpoint(checkpoint: Any) -> Mapping[str, Any] | None:
     if keys and all(isinstance(key, str) for key in keys) and jax.tree_util.all_leaves(checkpoint.values()):
         found = cast("dict[str, Any]", checkpoint)  # in its own order
     else:
-        found = named_leaves(checkpoint, (object,) if isinstance(checkpoint, dict) else ARRAYS + NUMBERS)
+        kinds = (object,) if isinstance(checkpoint, dict) else ARRAYS + NUMBERS
+        found = {} if isinstance(checkpoint, NUMBERS) else named_leaves(checkpoint, kinds)
     if not found and not isinstance(checkpoint, Mapping):
         got = reprlib.repr(checkpoint)
         raise CheckpointError(f"a checkpoint is a mapping of path to tensor, or a pytree; got {got}, without arrays")

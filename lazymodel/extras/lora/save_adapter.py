@@ -33,6 +33,7 @@ from lazymodel._save.write import check_budget
 from lazymodel._show.progress import Progress, progress_for
 from lazymodel._show.text import listed, parse_budget
 from lazymodel._tensors.lazy import LazyTensor
+from lazymodel.checkpoints._safetensors import OWN_DTYPES
 from lazymodel.extras.lora.peft import CONFIG, EMBEDDINGS, FILES, PREFIX
 
 _FAR = 0.1  # relative error of a product from which outputs of a model visibly change
@@ -178,6 +179,11 @@ def _adapter(
             tensors[f"{PREFIX}{module}.lora_B.weight"] = b.reshape(*b.shape, *ones)
             flipped |= low.flipped
         ranks[module], alphas[module] = rank, low.scale * rank
+    if strange := next((name for name, tensor in tensors.items() if tensor.dtype in OWN_DTYPES), None):
+        raise LazyModelError(
+            f"save_adapter: {strange!r}: safetensors has no dtype {tensors[strange].dtype.name}, so PEFT could not "
+            "read it; cast the model's pairs first"
+        )
     r, rank_pattern = _patterns(ranks)
     alpha, alpha_pattern = _patterns(alphas)
     modules = {name.removesuffix(".weight") for name in known if name.endswith(".weight")}

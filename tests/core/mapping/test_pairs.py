@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -425,15 +426,16 @@ def test_pairs_that_cannot_be_written_are_errors(model: Shapes, table: Any, text
 def test_products_of_a_lower_rank(tmp_path: Path, outs: int, rank: int, written: int) -> None:
     model = {"w": random(MODEL, outs), "w_lora_a": random(MODEL, 6), "w_lora_b": random(6, outs)}
     table = lm.WeightMap({"w": lm.From("q.weight").T})
-    errors = lm.save_adapter(model, tmp_path / "a", mapping=table, scale=0.5, rank=rank)
+    update = 0.5 * (model["w_lora_a"] @ model["w_lora_b"]).T.astype("float64")
+    left, sizes, right = np.linalg.svd(update, full_matrices=False)
+    lost = np.linalg.norm(sizes[rank:]) / np.linalg.norm(sizes)
+    with pytest.warns(lm.LazyModelWarning, match="norms") if lost >= 0.1 else nullcontext():
+        errors = lm.save_adapter(model, tmp_path / "a", mapping=table, scale=0.5, rank=rank)
     base = {"q.weight": np.zeros((outs, MODEL), "float32")}
     adapter = lm.open_adapter(tmp_path / "a")
     assert adapter.rank == written
-    update = 0.5 * (model["w_lora_a"] @ model["w_lora_b"]).T.astype("float64")
-    left, sizes, right = np.linalg.svd(update, full_matrices=False)
     near(lm.merge(base, adapter)["q.weight"], left[:, :rank] * sizes[:rank] @ right[:rank])
     assert errors.keys() == ({"q"} if rank < 6 else set())
-    lost = np.linalg.norm(sizes[rank:]) / np.linalg.norm(sizes)
     assert errors.get("q", 0.0) == pytest.approx(lost, abs=1e-6)
     nothing = lm.save_adapter(
         model | {"w_lora_b": np.zeros((6, outs))}, tmp_path / "0", mapping=table, scale=1.0, rank=2

@@ -138,9 +138,8 @@ def test_numpy_leaves_come_back_as_they_are() -> None:
 def test_two_models_do_not_share_a_numpy_array() -> None:
     table = np.arange(3)
     abstract = lm.build_abstract(lambda: {"a": table, "again": table, "w": jnp.ones(2)})
-    assert list(abstract) == ["a", "w"]
+    assert list(abstract) == ["a", "again", "w"]
     first, second = abstract.materialize(), abstract.materialize()
-    assert first["a"] is first["again"]
     first["a"][0] = 7
     assert second["a"][0] == table[0] == 0
 

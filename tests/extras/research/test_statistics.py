@@ -277,7 +277,7 @@ def test_figure(tmp_path: Path) -> None:
 def test_errors() -> None:
     with pytest.raises(lm.LazyModelError, match="there are no arrays in"):
         lm.statistics({"name": "text"})
-    with pytest.raises(lm.LazyModelError, match="a path is opened first"):
+    with pytest.raises(lm.LazyModelError, match="there is no checkpoint at x.safetensors"):
         lm.statistics("x.safetensors")
     with pytest.raises(lm.LazyModelError, match="stacked='layer' matches no variable; closest: 'layers'"):
         lm.statistics({"layers": np.ones((2, 2))}, stacked="layer")
