@@ -216,6 +216,9 @@ class _WithState(Framework):
     def check_placed(self, variables: Mapping[str, AbstractVariable]) -> None:
         self._model.framework.check_placed(self._own(variables))
 
+    def check_sharded(self, variables: Mapping[str, AbstractVariable]) -> None:
+        self._model.framework.check_sharded(self._own(variables))
+
     def rebuild(self, arrays: Mapping[str, jax.Array]) -> Any:
         model = self._model.framework.rebuild(self._own(arrays))
         return self._training.finish(model, self._state.structure(arrays))

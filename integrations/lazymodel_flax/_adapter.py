@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -32,26 +32,25 @@ from lazymodel._abstract.pairs import LoraPair, named_pairs
 from lazymodel._abstract.variable import (
     OPTIMIZER,
     PathOf,
-    automatic_sharding,
     is_trained_pair,
     path_of,
     path_text,
     trained_path,
 )
 from lazymodel._errors import warn
-from lazymodel._programs.jaxprs import CONFIG, is_key, with_weak_type
+from lazymodel._programs.jaxprs import is_key, with_weak_type
 from lazymodel._sharding.follow import follow_weights, from_read
 from lazymodel._sharding.shard import on_own_meshes, resolve_logical
 from lazymodel._show.text import listed
 from lazymodel._trace.errors import cells_with_tracers, is_iterator, refuse_empty, refuse_escaped, watched
 from lazymodel._trace.function import known_value, trace_function
 from lazymodel_flax import _qwix
+from lazymodel_flax._layers import NO_LAYERS, Layers
+from lazymodel_flax._modes import LATER, Modes, as_plain, refuse_references, set_eager, variables_of
 
 _PARAMS = "params/"  # prefix of the paths of the collection that Linen trains
 # Paths of the state of given NNX objects after `build` has run; these are not variables of the model.
 _AFTER = "\0after/"
-# Replaces True as the `eager_sharding` of variables while they are built: false, and set by no code of their own.
-_LATER = ""
 # Attributes that NNX itself keeps in a module, its trace state among them.
 _OF_NNX = ("_pytree__state", "_pytree__nodes")
 
@@ -82,14 +81,14 @@ class FlaxAdapter:
     def arrays(self, model: Any) -> dict[str, Any] | None:
         if _has_nodes(model):
             own = _own_path(model)
-            return {own(path): leaf for path, leaf in _by_path(nnx.split(_as_plain(model))[1]).items()}
+            return {own(path): leaf for path, leaf in _by_path(nnx.split(as_plain(model))[1]).items()}
         return _by_path(model) if _has_boxes(model) else None
 
     def states(self, model: Any) -> Any:
         """The tree with the state of each NNX object in its place."""
         if not _has_nodes(model):
             return model
-        return jax.tree.map(lambda x: nnx.split(_as_plain(x))[1] if _is_node(x) else x, model, is_leaf=_is_node)
+        return jax.tree.map(lambda x: nnx.split(as_plain(x))[1] if _is_node(x) else x, model, is_leaf=_is_node)
 
     def lora_pairs(self, model: Any) -> list[LoraPair] | None:
         if not _has_nodes(model):
@@ -103,7 +102,7 @@ class FlaxAdapter:
             found = {"/".join(map(str, keys)): leaf for keys, leaf in model.flat_state()}
             plain = all(isinstance(leaf, nnx.Variable) and not leaf.hijax and not leaf.ref for leaf in found.values())
             return _Places(found) if plain else None
-        if not isinstance(model, nnx.Module) or any(node.hijax or node.ref for node in _variables(model)):
+        if not isinstance(model, nnx.Module) or any(node.hijax or node.ref for node in variables_of(model)):
             return None
         nodes = dict(nnx.iter_graph(model))
         found = {"/".join(map(str, path)): node for path, node in nodes.items() if isinstance(node, nnx.Variable)}
@@ -261,72 +260,9 @@ def _with_logical_axes(model: ModelSpec, names: Mapping[str, tuple[Any, Any, Any
 # NNX ------------------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _Modes:
-    """The way in which new variables are kept."""
-
-    hijax: bool  # as hijax objects
-    ref: bool  # their arrays as references
-    eager: bool  # variables with axis names on the mesh of the context
-
-    @classmethod
-    def current(cls) -> _Modes:
-        """The current state of `nnx.var_defaults` and `nnx.use_eager_sharding`."""
-        defaults = nnx.var_defaults()
-        return cls(bool(defaults.hijax), bool(defaults.ref), bool(nnx.using_eager_sharding()))
-
-    @contextlib.contextmanager
-    def suspended(self) -> Generator[None]:
-        """Keeps new variables plain, and on no mesh; `_set_eager` and `applied` convert them later.
-
-        The traces of jitted functions in the block are separate from all others: `nnx.jit` caches the module that a
-        function returned, with its metadata. The default device is a part of the cache key of traces, and has no other
-        effect on a trace.
-        """
-        device, first = CONFIG.jax_default_device, jax.local_devices()[0]
-        other = first if device is None else None if device == first else device
-        traces, later = jax.default_device(cast(Any, other)), cast(bool, _LATER if self.eager else False)
-        with nnx.var_defaults(hijax=False, ref=False), nnx.use_eager_sharding(later), traces:
-            yield
-
-    def applied(self, module: Any) -> Any:
-        """A module of plain variables, converted to variables that are kept in this way."""
-        if not (self.hijax or self.ref):
-            return module
-        return nnx.with_vars(module, hijax=self.hijax, ref=self.ref, allow_duplicates=True)
-
-
-def _as_plain(nodes: Any) -> Any:
-    """NNX objects with plain variables; the objects themselves if they have only these."""
-    special = any(node.hijax or node.ref for node in _variables(nodes))
-    return nnx.with_vars(nodes, hijax=False, ref=False, allow_duplicates=True) if special else nodes
-
-
-def _variables(nodes: Any) -> Iterator[Any]:
-    return (node for _, node in nnx.iter_graph(nodes) if isinstance(node, nnx.Variable))
-
-
 def _counts(nodes: Any) -> list[Any]:
     """The state of NNX objects that is known after a build: counts. Keys do not change, the rest is materialized."""
-    return [node for node in _variables(nodes) if isinstance(node, nnx.RngCount)]
-
-
-def _set_eager(nodes: Any, before: Any, after: Any) -> None:
-    """Replaces one value of `eager_sharding` in the metadata of variables, which says if they are put on a mesh."""
-    for node in _variables(nodes):
-        if node.get_metadata("eager_sharding", None) is before:
-            node.set_metadata(eager_sharding=after)
-
-
-def _refuse_references(result: Any) -> None:
-    """Raises LazyModelError if the code of a variable makes it a reference or a hijax object."""
-    for path, node in nnx.iter_graph(result):
-        if isinstance(node, nnx.Variable) and (node.hijax or node.ref):
-            kind = "hijax" if node.hijax else "ref"
-            raise LazyModelError(
-                f"{'/'.join(map(str, path))!r} is made with {kind}=True of its own, and such variables cannot be "
-                f"traced: build the whole model under nnx.var_defaults({kind}=True) instead"
-            )
+    return [node for node in variables_of(nodes) if isinstance(node, nnx.RngCount)]
 
 
 def _build_nnx(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelSpec:
@@ -345,9 +281,9 @@ def _build_nnx(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mod
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
     where = [index for index, leaf in enumerate(leaves) if _is_node(leaf)]
     given = tuple(leaves[index] for index in where)
-    modes = _Modes.current()
+    modes = Modes.current()
     # Split together, so that one object given twice stays one object.
-    graphdef, counts, state = nnx.split(_as_plain(given), nnx.RngCount, ...)
+    graphdef, counts, state = nnx.split(as_plain(given), nnx.RngCount, ...)
     rest = [None if _is_node(leaf) else leaf for leaf in leaves]
     built: list[_Built] = []
     closures: list[tuple[str, types.CellType]] = []
@@ -367,9 +303,9 @@ def _build_nnx(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mod
             built.append(_Built(None, _path_of_plain(result)))
             _check_plain(result, leaves, name)
             return result, after
-        _refuse_references(result)
+        refuse_references(result)
         after += _mark_buffers(result, closures)
-        _set_eager(result, _LATER, True)
+        set_eager(result, LATER, True)
         structure, found = nnx.split(result)
         own = _own_path(result)
         by_path = {own(path): leaf for path, leaf in _by_path(found).items()}
@@ -377,7 +313,8 @@ def _build_nnx(build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mod
             refuse_empty(result, [*by_path.items()], name)
         axes = {own(path): names for path, names in _axis_names(found).items()}
         params = frozenset(map(own, _by_path(nnx.filter_state(found, nnx.Param))))
-        built.append(_Built(structure, lambda keys: own(_variable_path(keys)), axes, params))
+        layers = Layers.of(result, own)
+        built.append(_Built(structure, lambda keys: own(_variable_path(keys)), axes, params, layers=layers))
         return jax.tree.map(_as_count, found), after
 
     def path_of(keys: Sequence[Any]) -> str:
@@ -409,6 +346,7 @@ class _Built:
     params: frozenset[str] = frozenset()  # the paths of values of the kind that is trained
     trained: type[nnx.Variable[Any]] = nnx.Param  # that kind
     rules: tuple[Any, ...] = ()  # Qwix' rules by which it was quantized
+    layers: Layers = NO_LAYERS  # what these need to be whole
 
 
 def _is_node(leaf: Any) -> bool:
@@ -501,7 +439,7 @@ def _advance(given: tuple[Any, ...], model: ModelSpec, closures: Sequence[tuple[
         cell.cell_contents = with_weak_type(jax.numpy.asarray(value), model[path].weak_type)
 
 
-def _as_module(model: ModelSpec, built: _Built, modes: _Modes) -> ModelSpec:
+def _as_module(model: ModelSpec, built: _Built, modes: Modes) -> ModelSpec:
     """The model without variables that are not the module's own; it rebuilds the module itself."""
     own = {path: variable for path, variable in model.items() if not path.startswith(_AFTER)}
     parts = model.framework, [path for path in model if path not in own]
@@ -537,7 +475,7 @@ class _Traced(NamedTuple):
 class _Module(_Results):
     """NNX modules, split and merged again."""
 
-    def __init__(self, traced: Framework, after: Sequence[str], built: _Built, modes: _Modes) -> None:
+    def __init__(self, traced: Framework, after: Sequence[str], built: _Built, modes: Modes) -> None:
         super().__init__(traced, after)
         self._built, self._modes = built, modes
 
@@ -545,17 +483,12 @@ class _Module(_Results):
         return nnx.merge(self._built.graphdef, self.structure(leaves))
 
     def check_sharded(self, variables: Mapping[str, AbstractVariable]) -> None:
-        shardings = {path: variable.sharding for path, variable in variables.items() if variable.follows is None}
-        explicit = {path: each for path, each in shardings.items() if automatic_sharding(each) is not each}
-        # Embeddings by rows, and kernels by what they contract, leave it open how the result is sharded.
-        if open_paths := [
-            path for path, each in explicit.items() if any(cast(Any, each).spec[: len(variables[path].shape) - 1])
-        ]:
+        if found := self._built.layers.unusable(variables):
             warn(
-                f"{listed(map(repr, open_paths))}: sharded over Explicit axes along a dimension that Flax' layers look "
-                "up or contract. They do not say how the result is sharded, for which JAX raises ShardingTypeError. "
-                "Make the mesh with Auto axes, jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * "
-                "len(names)), or write layers that say it"
+                f"{listed(map(repr, found))}: sharded over Explicit axes along a dimension in which Flax' layer takes "
+                "rows or convolves. Its result has no sharding that JAX can derive, so each call raises "
+                "ShardingTypeError. Make the mesh with Auto axes, jax.make_mesh(shape, names, "
+                "axis_types=(jax.sharding.AxisType.Auto,) * len(names)), or call the layer with out_sharding="
             )
 
     def rebuild(self, arrays: Mapping[str, Any]) -> Any:
@@ -591,12 +524,12 @@ class _Module(_Results):
         structs = {path: dataclasses.replace(v, sharding=None, layout=None).struct for path, v in variables.items()}
         whole = frozenset(leaves) == self._built.params
         trained = self._built.trained if whole else _Trained(frozenset(leaves))
-        module, own_modes = self._merged({**structs, **leaves}), _Modes.current()
+        module, own_modes = self._merged({**structs, **leaves}), Modes.current()
         # State takes over the axis names of its parameters, and would also be put on a mesh here.
-        _set_eager(module, True, _LATER)
+        set_eager(module, True, LATER)
         with own_modes.suspended():
             started = nnx.Optimizer(module, cast(Any, optimizer), wrt=trained)
-        _set_eager(started, _LATER, True)
+        set_eager(started, LATER, True)
         graphdef, state = nnx.split(started)
 
         def finish(module: Any, state: Any) -> Any:
@@ -642,15 +575,16 @@ class _Module(_Results):
 
         def change(structs: Mapping[str, Any], args: Any, kwargs: Any, *, labelled: bool) -> Any:
             module = self._merged(structs)
-            _set_eager(module, True, _LATER)
+            set_eager(module, True, LATER)
             with self._modes.suspended():
                 changed = _qwix.change(provider, module, _qwix.Call(args, kwargs, call.rngs), labelled=labelled)
-            _set_eager(changed.module, _LATER, True)
+            set_eager(changed.module, LATER, True)
             graphdef, state = nnx.split(changed.module)
             pairs = frozenset(_by_path(nnx.filter_state(state, nnx.LoRAParam))) - structs.keys()
             names = {path: axes for path, axes in _axis_names(state).items() if path in pairs}
             trained = nnx.LoRAParam if pairs else nnx.Param
-            found.append((_Built(graphdef, _variable_path, names, pairs, trained, rules), changed))
+            layers = self._built.layers.without(changed.weights)
+            found.append((_Built(graphdef, _variable_path, names, pairs, trained, rules, layers), changed))
             return state, []
 
         def trace(*, labelled: bool) -> ModelSpec:

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 from lazymodel import AbstractVariable, LazyModelError
 from lazymodel._abstract.framework import Conversion, ModelSpec
 from lazymodel._abstract.pairs import LoraPair
+from lazymodel._abstract.variable import automatic
 from lazymodel._show.text import closest
 
 _TYPES = {"int8": "int8", "int4": "int4", "float8": "float8_e4m3fn"}
@@ -135,8 +136,9 @@ class Call(NamedTuple):
         rngs = kwargs.pop("rngs", None)
         if rngs is not None and not isinstance(rngs, nnx.Rngs):
             raise LazyModelError(f"rngs among the inputs are an nnx.Rngs; got {rngs!r}")
-        # Qwix' own default, with which it warns.
-        return cls(args, kwargs, nnx.Rngs(10003) if rngs is None else rngs)
+        # Qwix' own default, with which it warns. Keys are constants of the trace, which is under no mesh.
+        graphdef, keys = nnx.split(nnx.Rngs(10003) if rngs is None else rngs)
+        return cls(args, kwargs, nnx.merge(graphdef, jax.tree.map(automatic, keys)))
 
 
 class Changed(NamedTuple):

@@ -20,6 +20,7 @@ from jax.sharding import Sharding
 from lazymodel._abstract.pairs import LoraPair, named_pairs
 from lazymodel._abstract.variable import AbstractVariable, automatic, on_device, path_text
 from lazymodel._errors import LazyModelError
+from lazymodel._programs.jaxprs import without_mesh
 from lazymodel._programs.programs import InitRecipe, ProgramCache
 from lazymodel._show.progress import Span
 from lazymodel._show.text import closest
@@ -86,7 +87,8 @@ class Derived:
             return {path: jax.numpy.copy(found[path]) for path in paths}
 
         placed = {path: shardings[path] for path in paths}
-        return jax.jit(some, out_shardings=placed)({path: arrays[path] for path in self.parameters})
+        with without_mesh():
+            return jax.jit(some, out_shardings=placed)({path: arrays[path] for path in self.parameters})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +103,8 @@ class Conversion:
     def compute(self, array: jax.Array, shardings: Mapping[str, Sharding]) -> dict[str, jax.Array]:
         """The variables, complete when this returns, so that few of the values exist at once."""
         array = automatic(array)
-        made = self.program(array.sharding, shardings)(array)
+        with without_mesh():
+            made = self.program(array.sharding, shardings)(array)
         return dict(zip(self.paths, jax.block_until_ready(made), strict=True))
 
     def program(self, given: Sharding, shardings: Mapping[str, Sharding]) -> Any:

@@ -116,7 +116,7 @@ def resolve(
 ) -> LoadPlan:
     """Decides for every variable if it is loaded or initialized, and checks that loaded tensors match.
 
-    The checkpoint is a result of `flat_checkpoint`; the other arguments and errors are as for `materialize`. Tensors
+    The checkpoint is a result of `checkpoint_for`; the other arguments and errors are as for `materialize`. Tensors
     that are left out or missing are recorded in the result, without a warning.
     """
     if initialize not in (None, "missing", "nothing", "all"):
@@ -135,7 +135,6 @@ def resolve(
         sources = {path: source for path, source in sources.items() if path not in by_recipe}
         unused = list(checkpoint or ())
     elif checkpoint is not None:
-        checkpoint = respelled(model, checkpoint)
         given, unused, filled = _match(model, checkpoint, strict=strict)
         numbers = _numbers(model, checkpoint)
         if not strict and initialize != "nothing":
@@ -191,7 +190,7 @@ def respelled(model: ModelSpec, checkpoint: Mapping[str, Any]) -> Mapping[str, A
     """The checkpoint with the model's names for tensors that have other spellings of them: those of places in a pair of
     model and optimizer, `0/w` for `w`, and those of Flax' states, `w/value` and `opt_state/…`.
     """
-    known = {*model, *model.numbers}
+    known = {*model, *model.numbers, *(each.variable.path for each in model.conversions)}
     if known.issuperset(checkpoint):
         return checkpoint
     pair = {name.partition("/")[0] for name in checkpoint} <= {"0", "1"}
@@ -462,9 +461,11 @@ def flat_checkpoint(checkpoint: Any) -> Mapping[str, Any] | None:
 
 
 def checkpoint_for(model: ModelSpec, checkpoint: Any) -> Mapping[str, Any] | None:
-    """Like `flat_checkpoint`, for the variables of a model, which may be quantized from the checkpoint's weights."""
+    """Like `flat_checkpoint`, with the names of a model's variables, which may be quantized from the checkpoint's
+    weights.
+    """
     found = flat_checkpoint(checkpoint)
-    return None if found is None else model.framework.computed(model, found)
+    return None if found is None else model.framework.computed(model, respelled(model, found))
 
 
 def given_checkpoint(checkpoint: Any) -> Mapping[str, Any]:

@@ -329,6 +329,17 @@ def test_only_pairs_are_trained(abstract: Any, checkpoint: lm.Checkpoint, mesh8:
     assert_same(state, optimizer)
 
 
+@pytest.mark.parametrize("current", ["explicit", "fewer"])
+def test_the_mesh_of_the_context_does_not_matter(abstract: Any, mesh8: Mesh, current: str) -> None:
+    def made() -> Any:
+        quantized = abstract.quantize([rule(weight_qtype="int8", tile_size=4)], inputs=(TOKENS,))
+        return quantized.lora(2, inputs=(TOKENS,)).shard(mesh8, RULES).materialize()
+
+    expected, count = made(), 8 if current == "explicit" else 2
+    with jax.set_mesh(jax.make_mesh((count,), ("model",), devices=jax.devices()[-count:])):
+        assert_same(made(), expected)
+
+
 def test_quantized_checkpoints_are_loaded_as_they_are(abstract: Any, checkpoint: lm.Checkpoint, tmp_path: Path) -> None:
     pytest.importorskip("orbax.checkpoint")
     for how, name, options in (("int8", "model.safetensors", {}), ("int4", "steps", {"format": "orbax"})):
@@ -337,6 +348,7 @@ def test_quantized_checkpoints_are_loaded_as_they_are(abstract: Any, checkpoint:
         lm.save(model, tmp_path / name, **options)
         saved = lm.open_checkpoint(tmp_path / name)
         assert_same(quantized.materialize(saved, initialize="nothing"), model)
+        assert_same(lm.restore(quantized, tmp_path / name), model)
         assert {row.action for row in quantized.plan(saved).rows} == {"load"}
     mapping = lm.WeightMap({"{rest...}": lm.From("model.{rest...}")})
     renamed = lm.map_checkpoint({f"model.{name}": checkpoint[name] for name in checkpoint}, mapping, quantized)

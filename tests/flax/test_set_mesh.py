@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
@@ -42,6 +42,7 @@ def results(own: Mesh) -> list[Any]:
     values = dict(abstract.stream())
     lm.Sync(abstract, elsewhere)(model, into=sampler)
     trained = abstract.with_optimizer(optax.adam(1e-3)).materialize()
+    averaged = abstract.with_optimizer(optax.contrib.schedule_free_sgd(1e-3)).materialize()  # copies of parameters
     models = [
         model,
         sampler,
@@ -51,7 +52,11 @@ def results(own: Mesh) -> list[Any]:
     ]
     tokens = np.ones((4, 8), np.int32)
     ran = [each.run(lambda model, tokens: model(tokens), tokens) for each in (abstract, alone)]
-    return [*(jax.tree.leaves(nnx.state(each)) for each in (*models, *trained)), ran, lm.statistics(model).to_dict()]
+    return [
+        *(jax.tree.leaves(nnx.state(each)) for each in (*models, *trained, *averaged)),
+        ran,
+        lm.statistics(model).to_dict(),
+    ]
 
 
 @pytest.mark.parametrize("current", ["same", "fewer"])
@@ -69,18 +74,81 @@ def test_main_paths(own: str, axes: str, current: str) -> None:
         )
 
 
-def test_explicit_axes_that_layers_cannot_use(recwarn: pytest.WarningsRecorder) -> None:
-    abstract = lm.build_abstract(Model, nnx.Rngs(0))
-    mesh42, rules = jax.make_mesh((2, 4), ("data", "model")), {"embed/.*": P("model"), ".*": P()}
-    abstract.shard(mesh42, RULES)
-    assert not recwarn
-    with pytest.warns(lm.LazyModelWarning, match=re.escape("'embed/embedding': sharded over Explicit axes")) as warned:
+class Convolved(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed, self.conv = nnx.Embed(64, 16, rngs=rngs), nnx.Conv(16, 32, (3,), rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return self.conv(self.embed(tokens))
+
+
+class Said(Convolved):
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return self.conv(self.embed(tokens, out_sharding=P()), out_sharding=P())
+
+
+@nnx.jit
+def call(model: Any, tokens: Any) -> jax.Array:
+    return model(tokens)
+
+
+@pytest.mark.parametrize("optimized", [False, True], ids=["alone", "with an optimizer"])
+@pytest.mark.parametrize(
+    ("model", "path", "spec"),
+    [(Model, "embed/embedding", P("model")), *((Convolved, "conv/kernel", P(*[None] * i, "model")) for i in (1, 2))],
+)
+def test_explicit_axes_that_layers_cannot_use(model: Any, path: str, spec: P, *, optimized: bool) -> None:
+    abstract: Any = lm.build_abstract(model, nnx.Rngs(0))
+    abstract = abstract.with_optimizer(optax.sgd(1e-3)) if optimized else abstract
+    mesh42, rules = jax.make_mesh((2, 4), ("data", "model")), {path: spec, ".*": P()}
+    with pytest.warns(lm.LazyModelWarning, match=re.escape(f"{path!r}: sharded over Explicit axes")) as warned:
         sharded = abstract.shard(mesh42, rules)
+    tokens = np.ones((4, 8), np.int32)
     with pytest.raises(Exception, match="out_sharding"):  # of JAX, for which the warning is
-        nnx.jit(lambda model, x: model(x))(sharded.materialize(), np.ones((4, 8), np.int32))
+        call(sharded.materialize()[0] if optimized else sharded.materialize(), tokens)
     shape, names = (2, 4), ("data", "model")
     advice = re.search(r"jax\.make_mesh\(.*\* len\(names\)\)", str(warned[0].message))
     assert advice is not None
     automatic = eval(advice[0], {"jax": jax, "shape": shape, "names": names})
-    model = abstract.shard(automatic, rules).materialize()
-    assert nnx.jit(lambda model, x: model(x))(model, np.ones((4, 8), np.int32)).shape == (4, 8, 32)
+    made = abstract.shard(automatic, rules).materialize()
+    assert call(made[0] if optimized else made, tokens).shape == (4, 8, 32)
+
+
+@pytest.mark.parametrize("path", ["embed/embedding", "conv/kernel"])
+def test_layers_that_say_how_results_are_sharded(path: str) -> None:
+    rules = {path: P("model") if path == "embed/embedding" else P(None, None, "model"), ".*": P()}
+    mesh42 = jax.make_mesh((2, 4), ("data", "model"))
+    made = lm.build_abstract(Said, nnx.Rngs(0)).shard(mesh42, rules).materialize()  # warnings are errors
+    with jax.set_mesh(mesh42):
+        assert call(made, np.ones((4, 8), np.int32)).shape == (4, 8, 32)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "fitting", "failing"),
+    [
+        (P("model"), [P(), P("model"), P("data")], [P(None, "model")]),  # contracted, as in FSDP
+        (P(None, "model"), [P(), P("data"), P(None, "model")], [P("model")]),
+    ],
+)
+def test_products_depend_on_their_inputs(kernel: P, fitting: list[P], failing: list[P]) -> None:
+    """So `shard` does not warn of them."""
+    mesh42 = jax.make_mesh((2, 4), ("data", "model"))
+    made = lm.build_abstract(nnx.Linear, 16, 32, rngs=nnx.Rngs(0)).shard(mesh42, {"kernel": kernel, "bias": P()})
+    model, x = made.materialize(), np.ones((8, 16), np.float32)
+    with jax.set_mesh(mesh42):
+        for spec in fitting:
+            assert call(model, jax.device_put(x, NamedSharding(mesh42, spec))).shape == (8, 32)
+        for spec in failing:
+            with pytest.raises(Exception, match="shard"):
+                call(model, jax.device_put(x, NamedSharding(mesh42, spec)))
+
+
+def test_tables_on_axes_that_say_nothing() -> None:
+    """Axes of one device, rows that are whole, and Auto ones beside Explicit ones."""
+    kinds = (AxisType.Auto, AxisType.Explicit, AxisType.Explicit)
+    mixed = jax.make_mesh((4, 2, 1), ("auto", "model", "one"), axis_types=kinds)
+    for spec in (P("auto"), P("auto", "model"), P(None, "model"), P()):
+        made = lm.build_abstract(Convolved, nnx.Rngs(0)).shard(mixed, {"embed/embedding": spec, ".*": P()})
+        with jax.set_mesh(mixed):
+            assert made.materialize().embed(np.ones((4, 8), np.int32)).shape == (4, 8, 16)
+    lm.build_abstract(Convolved, nnx.Rngs(0)).shard(mixed, {"conv/kernel": P(None, None, "one"), ".*": P()})
