@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ def trace_function(
     name: str | None = None,
     path_of: PathOf | None = None,
     derive: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+    once: bool = False,
 ) -> ModelSpec:
     """Implements `build_abstract(function, *args, **kwargs)` for a function that JAX can trace.
 
@@ -45,19 +47,22 @@ def trace_function(
     are weakly typed if the function's own are; outputs other than arrays are returned unchanged. `name` is the name of
     the model, by default the function's name; `path_of` names a leaf of the result from its `jax.tree_util` key path,
     by default by the keys joined by `/`. With `derive`, the argument is a mapping of structs, and variables that need
-    their values are `derived` by this function.
+    their values are `derived` by this function. A function that cannot be traced is called again in other ways, after
+    the draws of Python's and NumPy's global generators are undone; with `once`, it is not: it has other state.
 
     Raises:
         TraceError: The function needs values that tracing does not have, or its result hides arrays.
     """
     called: str = name or getattr(function, "__name__", type(function).__name__)
+    undo = _remembered_draws()
     try:
         with without_mesh():
             given: Any = jax.tree.map(_on_auto_axes, (args, kwargs))
-            found, jaxpr, inputs = trace(function, given[0], given[1], path_of, called)
+            found, jaxpr, inputs = trace(function, given[0], given[1], path_of, called, once=once)
     except Exception:
-        if jax.sharding.get_abstract_mesh().empty:
+        if once or jax.sharding.get_abstract_mesh().empty:
             raise
+        undo()
         found, jaxpr, inputs = trace(function, args, kwargs, path_of, called)  # it may name axes of the mesh
     with without_mesh(), on_host():
         graph = Graph(jaxpr, inputs)
@@ -95,6 +100,17 @@ def trace_function(
     return ModelSpec(
         variables, recipes, sources, framework, name=called, equal=found.equal, derived=later, numbers=found.numbers
     )
+
+
+def _remembered_draws() -> Callable[[], None]:
+    """Returns a function that undoes what is drawn from now on from the global generators of Python and NumPy."""
+    python, numpy = random.getstate(), np.random.get_state()
+
+    def undo() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+    return undo
 
 
 def _on_auto_axes(leaf: Any) -> Any:
@@ -190,7 +206,13 @@ def flattened(result: Any, path_of: PathOf, is_leaf: Callable[[Any], bool] | Non
 
 
 def trace(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], path_of: PathOf | None, name: str
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    path_of: PathOf | None,
+    name: str,
+    *,
+    once: bool = False,
 ) -> tuple[Flat, Any, list[Any]]:
     """The result, its jaxpr from array arguments to the `jax.Array`s of the result, and these arguments."""
     arguments, in_tree = jax.tree.flatten((tuple(args), dict(kwargs)))
@@ -211,11 +233,13 @@ def trace(
         outputs.append(found.traced())
         return [array for array in found.arrays.values() if isinstance(array, jax.Array)]
 
+    undo = _remembered_draws()
     try:
         jaxpr = _jaxpr(flat, inputs)
     except Exception as error:
-        if explained(error) is None:
+        if once or explained(error) is None:
             raise
+        undo()
         jaxpr = _jaxpr_with_values(flat, inputs, name)
     refuse_stale(jaxpr, function)
     traced = (path for path, array in outputs[-1].arrays.items() if array is None)

@@ -215,7 +215,8 @@ def test_optimizer_state_of_another_dtype_policy_is_not_lost(tmp_path: Path) -> 
         keras.config.set_dtype_policy("mixed_float16")
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
         model.compile("adam", "mse")
-        model.fit(np.ones((8, 4)), np.ones((8, 2)), verbose=0)
+        eighths = np.full((8, 4), 1 / 8)  # of larger inputs some gradients are infinite, and Keras skips the step
+        model.fit(eighths, eighths[:, :2], verbose=0)
         model.save(file)
         keras.config.set_dtype_policy("float32")
         with pytest.raises(

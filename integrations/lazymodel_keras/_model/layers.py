@@ -215,7 +215,7 @@ class _Quantizer:
         return _on_host(self.original, values, *self.arguments)
 
     def traced(self, values: jax.Array) -> tuple[jax.Array, ...]:
-        """Keras' own function on devices: in groups, scales may differ in their last bit from those of its NumPy."""
+        """Keras' own function for devices, in float32, where its rounding does not depend on what XLA fuses."""
         wide = values.astype(jnp.promote_types(values.dtype, jnp.float32))
         numbers, scale, *zero = self.original(wide, *self.arguments[:-1], to_numpy=False)
         return numbers, scale.astype(values.dtype), *zero

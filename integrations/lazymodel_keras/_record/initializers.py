@@ -194,7 +194,7 @@ def initial_value(variable: Any, initializer: Any) -> InitialValue:
     if math.prod(shape) * jnp.dtype(dtype).itemsize > LARGE:
         # It may need the values of arrays; any other error occurs again below.
         with contextlib.suppress(Exception), _undone_if_not_traced():
-            return _computed(trace_function(run, (), {}), origin)
+            return _computed(trace_function(run, (), {}, once=True), origin)
     error: Exception | None = None
     try:
         with jax.ensure_compile_time_eval():  # even inside another trace

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,27 @@ def test_constants_have_values(init: Callable[..., Any], mesh8: Any, tmp_path: P
     lm.save_step(made, tmp_path, step=3)
     restored = lm.restore(abstract.shard(mesh8, {".*": jax.P()}), tmp_path)
     assert jax.tree.all(jax.tree.map(same_bytes, restored, made))
+
+
+@pytest.mark.parametrize("in_mesh", [False, True])
+def test_global_generators_are_drawn_from_once(mesh8: Any, in_mesh: bool) -> None:
+    """An attempt that fails draws too, which is undone: the values, and what is drawn next, are those of eager code."""
+
+    def init(key: Any) -> Any:
+        drawn = np.random.normal(size=3) + random.random()
+        spec = jax.P("model" if in_mesh else None)
+        w = jax.lax.with_sharding_constraint(jax.random.normal(key, (8,)), spec) if in_mesh else key
+        return {"w": jax.random.normal(KEY, (int(jnp.arange(4).sum()),)), "drawn": drawn, "other": w}
+
+    def run(way: Callable[[], Any]) -> tuple[Any, ...]:
+        np.random.seed(5)
+        random.seed(5)
+        with jax.set_mesh(mesh8) if in_mesh else contextlib.nullcontext():
+            return way(), np.random.normal(), random.random()
+
+    made, *after = run(lambda: lm.build_abstract(init, KEY).materialize(progress=False))
+    eager, *expected = run(lambda: init(KEY))
+    assert jax.tree.all(jax.tree.map(same_bytes, made, eager)) and after == expected
 
 
 def test_an_array_in_a_closure() -> None:
