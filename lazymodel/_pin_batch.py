@@ -35,6 +35,7 @@ from lazymodel._programs.jaxprs import (
     one_equation,
     opened,
     run_jaxpr,
+    scanned_from,
     walk,
 )
 from lazymodel._sharding.roles import DATA_AXES
@@ -248,7 +249,8 @@ class _Pinning:
 
     def scan(self, eqn: Any, values: Sequence[Any], kinds: Sequence[Kind]) -> tuple[list[Any], list[Kind]]:
         params = eqn.params
-        consts, carry = params["num_consts"], params["num_carry"]
+        first, carry = scanned_from(eqn)
+        consts = first - carry
         inner = [_sliced(kind) for kind in kinds[consts + carry :]]
         carried = list(kinds[consts : consts + carry])
         carried, found = self._settled(params["jaxpr"], kinds[:consts], carried, inner)

@@ -169,6 +169,15 @@ def inner_jaxpr(eqn: Any) -> Any:
     return eqn.params["call_jaxpr"] if "call_jaxpr" in eqn.params else eqn.params["jaxpr"]
 
 
+def scanned_from(eqn: Any) -> tuple[int, int]:
+    """The number of the first operand that a scan goes over, and how many before it are carried."""
+    # What is scanned over has one more dimension than in the body. JAX' versions count in other parameters.
+    jaxpr = opened(eqn.params["jaxpr"])[0]
+    scanned = [len(a.aval.shape) > len(b.aval.shape) for a, b in zip(eqn.invars, jaxpr.invars, strict=True)]
+    stacked = [len(a.aval.shape) > len(b.aval.shape) for a, b in zip(eqn.outvars, jaxpr.outvars, strict=True)]
+    return len(scanned) - sum(scanned), len(stacked) - sum(stacked)
+
+
 def inner_jaxprs(eqn: Any) -> Iterator[Any]:
     """Every jaxpr among an equation's parameters, opened, except those that only differentiation uses."""
     for name, value in eqn.params.items():

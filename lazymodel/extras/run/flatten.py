@@ -24,7 +24,17 @@ import numpy as np
 from jax.sharding import Sharding
 
 from lazymodel._errors import LazyModelError
-from lazymodel._programs.jaxprs import CALLS, ELEMENTWISE, JIT, inner_jaxpr, is_cheap, is_weak, opened, stored_as, walk
+from lazymodel._programs.jaxprs import (
+    CALLS,
+    ELEMENTWISE,
+    JIT,
+    inner_jaxpr,
+    is_cheap,
+    is_weak,
+    scanned_from,
+    stored_as,
+    walk,
+)
 
 _MOST_CHEAP = 16  # steps that are repeated for a value: more cost more than they save
 _MOST_ROWS = 1 << 14  # rows of a table that are read one by one
@@ -364,15 +374,6 @@ def _is_known(value: Value) -> bool:
     if value.step is not None or value.part is not None or value.pieces is not None:
         return value.step is not None and value.step.known
     return not isinstance(value.data, jax.Array) or value.data.is_fully_replicated
-
-
-def scanned_from(eqn: Any) -> tuple[int, int]:
-    """The number of the first operand that a scan goes over, and how many before it are carried."""
-    # What is scanned over has one more dimension than in the body. JAX' versions count in other parameters.
-    jaxpr = opened(eqn.params["jaxpr"])[0]
-    scanned = [len(a.aval.shape) > len(b.aval.shape) for a, b in zip(eqn.invars, jaxpr.invars, strict=True)]
-    stacked = [len(a.aval.shape) > len(b.aval.shape) for a, b in zip(eqn.outvars, jaxpr.outvars, strict=True)]
-    return len(scanned) - sum(scanned), len(stacked) - sum(stacked)
 
 
 def _is_placed(eqn: Any) -> bool:

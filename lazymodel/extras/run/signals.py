@@ -24,13 +24,12 @@ import numpy as np
 
 from lazymodel._abstract.framework import ModelSpec
 from lazymodel._errors import LazyModelError
-from lazymodel._programs.jaxprs import CALLS, JIT, inner_jaxpr, is_key, one_equation, run_jaxpr, walk
+from lazymodel._programs.jaxprs import CALLS, JIT, inner_jaxpr, is_key, one_equation, run_jaxpr, scanned_from, walk
 from lazymodel._show.depth import drawn_over_depth, range_text, values_over_depth
 from lazymodel._show.progress import ProgressTo, ReportTo
 from lazymodel._show.table import Column, Report, Table, plain
 from lazymodel._show.text import plural
 from lazymodel._transform import rekey
-from lazymodel.extras.run.flatten import scanned_from
 from lazymodel.extras.run.run import run_rewritten
 
 # Calls that taps can be in. What has derivatives of its own (`jax.custom_vjp`, `jax.custom_jvp`) is one operation.
