@@ -102,7 +102,11 @@ def without(own: str) -> list[Any]:
 @pytest.mark.filterwarnings("ignore:Invalid quantization mode. Expected one of:UserWarning")
 @pytest.mark.parametrize(
     ("own", "axes", "current"),
-    [("explicit", "explicit", "same"), ("auto", "explicit", "fewer"), ("explicit", "auto", "fewer")],
+    [
+        ("explicit", "explicit", "same"),
+        ("explicit", "auto", "fewer"),
+        pytest.param("auto", "explicit", "fewer", marks=pytest.mark.large),
+    ],
 )
 def test_main_paths(tmp_path: Path, own: str, axes: str, current: str) -> None:
     expected = without(own)
