@@ -12,9 +12,11 @@ import copy
 import functools
 import importlib
 import inspect
+import math
 import operator
 import pkgutil
 import random
+import re
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -363,6 +365,32 @@ def requantized(layer: Any) -> list[tuple[Any, Any]]:
     values = layer._get_weight_with_merged_lora(kind) if own is None else own()
     variables = [getattr(layer, f"_{kind}"), getattr(layer, f"{kind}_scale"), getattr(layer, f"{kind}_zero", None)]
     return [pair for pair in zip(variables, values, strict=False) if pair[1] is not None]
+
+
+# Attributes of a quantized layer: its weights, which may be packed, and what quantization added to them.
+_QUANTIZED = ("_kernel", "quantized_kernel", "_embeddings", "reverse_embeddings")
+_ADDED = re.compile(r"\w+_(?:scale|zero|amax_history)|g_idx|awq_scales")
+
+
+def quantized_sizes(layer: Any) -> list[tuple[Any, int]]:
+    """The variables of a quantized layer, each with the elements that its floating-point layer has in place of it.
+
+    Shapes of packed weights do not tell: the last byte may be half empty.
+    """
+    if isinstance(layer, keras.layers.Embedding):
+        size = layer.input_dim * layer.output_dim
+    elif isinstance(layer, keras.layers.EinsumDense):
+        shape = [*(getattr(layer, "original_kernel_shape", None) or layer._kernel.shape)]
+        if layer.quantization_mode == "int4" and hasattr(layer, "_int4_pack_axis"):  # before Keras 3.14
+            shape[layer._int4_pack_axis] = layer._orig_length_along_pack_axis
+        size = math.prod(shape)
+    elif isinstance(layer, keras.layers.Dense):
+        size = layer.input_spec.axes[-1] * layer.units
+    else:
+        return []
+    own = {name: variable for name, variable in vars(layer).items() if isinstance(variable, keras.Variable)}
+    sizes = {name: size if name in _QUANTIZED else 0 for name in own if name in _QUANTIZED or _ADDED.fullmatch(name)}
+    return [(own[name], size) for name, size in sizes.items()]
 
 
 def drop_lora(layer: Any) -> None:

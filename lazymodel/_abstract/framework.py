@@ -253,9 +253,9 @@ class Framework:
         """The LoRA pairs among the model's variables."""
         return named_pairs({path: variable.shape for path, variable in variables.items()})
 
-    def measures(self) -> Container[str]:
-        """The paths of variables that only measure training, such as those of metrics."""
-        return ()
+    def counts(self) -> Mapping[str, int]:
+        """Path → the parameters that a variable counts as, where these are not its own elements."""
+        return {}
 
     def fix_names(self, names: Sequence[str]) -> str:
         """What to do with a checkpoint whose names are not those of the variables."""
@@ -394,9 +394,10 @@ class ModelSpec(Mapping[str, AbstractVariable]):
 
         Quantized kernels count as what they are computed from.
         """
-        others = self.framework.measures()
-        own = (v for path, v in self.as_read().items() if v.follows is None and path not in others)
-        return sum(variable.size for variable in own if jax.numpy.issubdtype(variable.dtype, np.inexact))
+        counts = self.framework.counts()
+        own = [variable for variable in self.as_read().values() if variable.follows is None]
+        sizes = {v.path: v.size for v in own if jax.numpy.issubdtype(v.dtype, np.inexact)}
+        return sum(counts.get(variable.path, sizes.get(variable.path, 0)) for variable in own)
 
     def alike(self) -> dict[str, list[str]]:
         """Path → all variables that begin as the same array, itself included, where there are several."""

@@ -59,6 +59,7 @@ from lazymodel_keras._model.layers import (
     lora_pairs,
     quantize,
     quantized_checkpoint,
+    quantized_counts,
 )
 from lazymodel_keras._record.initializers import LARGE, GivenValue
 from lazymodel_keras._record.recording import RecordedVariable, Recording, record, session
@@ -219,8 +220,8 @@ class KerasModel(Framework):
         self.result: Any = result
         self.build, self.recording, self.only_own = build, recording, only_own
         self.variables: Variables = _collect(recording, result, only_own=only_own)
-        metrics = {id(variable) for variable in getattr(result, "metrics_variables", None) or ()}
-        self._measures = frozenset(path for path, (variable, _) in self.variables.items() if id(variable) in metrics)
+        counts = dict.fromkeys(map(id, getattr(result, "metrics_variables", None) or ()), 0) | quantized_counts(result)
+        self._counts = {path: counts[id(v)] for path, (v, _) in self.variables.items() if id(v) in counts}
         self.distribution = keras.distribution.distribution()
         self.functions: dict[str, dict[str, Any]] = {}
         self.before: tuple[ModelSpec, frozenset[str]] | None = None
@@ -358,8 +359,8 @@ class KerasModel(Framework):
         changed.framework.before = model, frozenset(changed) - frozenset(model)
         return changed
 
-    def measures(self) -> Container[str]:
-        return self._measures
+    def counts(self) -> Mapping[str, int]:
+        return self._counts
 
     def fix_names(self, names: Sequence[str]) -> str:
         if any(_POSITION.search(name) for name in names):

@@ -11,7 +11,7 @@ import inspect
 import math
 import operator
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import jax
@@ -91,11 +91,8 @@ def add_lora(model: Any, rank: int, targets: str | None) -> None:
 
 def lora_pairs(result: Any, paths: Mapping[int, str]) -> list[LoraPair]:
     """The LoRA pairs of the layers of a Keras object, or of several; `paths` are those of variables by `id`."""
-    objects = result if isinstance(result, list | tuple) else (result,)
-    roots = [each for each in objects if isinstance(each, keras.layers.Layer)]
-    layers = {id(layer): layer for root in roots for layer in _upstream.flat_layers(root)}
     found: list[LoraPair] = []
-    for layer in layers.values():
+    for layer in _layers(result):
         if getattr(layer, "lora_enabled", False) and (variables := _upstream.lora_variables(layer)) is not None:
             weight, a, b = variables
             shape, last = (*a.shape[:-1], b.shape[-1]), len(a.shape) - 1  # int4 kernels are packed
@@ -105,6 +102,22 @@ def lora_pairs(result: Any, paths: Mapping[int, str]) -> list[LoraPair]:
             found.append(LoraPair(paths[id(weight)], paths[id(a)], paths[id(b)], shape, (axes,), scale, tied))
     places = {path: place for place, path in enumerate(paths.values())}
     return sorted(found, key=lambda pair: places[pair.base])
+
+
+def _layers(result: Any) -> Iterable[Any]:
+    """The layers of a Keras object, or of several, each once."""
+    objects = result if isinstance(result, list | tuple) else (result,)
+    roots = [each for each in objects if isinstance(each, keras.layers.Layer)]
+    return {id(layer): layer for root in roots for layer in _upstream.flat_layers(root)}.values()
+
+
+def quantized_counts(result: Any) -> dict[int, int]:
+    """`id` of each variable that is there because a layer is quantized → the parameters that it stands for.
+
+    A kernel stands for what it is computed from, however it is packed, and scales and the like for nothing.
+    """
+    layers = [layer for layer in _layers(result) if layer.built and layer.quantization_mode is not None]
+    return {id(variable): size for layer in layers for variable, size in _upstream.quantized_sizes(layer)}
 
 
 def held_lazily(value: Any) -> LazyTensor | None:

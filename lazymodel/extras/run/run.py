@@ -119,7 +119,8 @@ def _under_own_mesh(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def wrapped(model: ModelSpec, *args: Any) -> Any:
-        meshes = [each.sharding.mesh for each in model.values() if isinstance(each.sharding, NamedSharding)]
+        shardings = [model.framework.usable_sharding(v.sharding) for v in model.values() if v.sharding is not None]
+        meshes = [each.mesh for each in shardings if isinstance(each, NamedSharding)]
         own = meshes[0] if meshes and isinstance(meshes[0], Mesh) else None
         with contextlib.nullcontext() if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(own):
             return function(model, *args)

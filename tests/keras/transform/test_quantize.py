@@ -379,6 +379,51 @@ def test_a_model_that_a_function_builds_is_quantized_from_floats(how: Any, tmp_p
     assert_same(stock, abstract.materialize(lm.open_checkpoint(tmp_path / "quantized.safetensors")), outputs=False)
 
 
+def all_kinds(**dtype: Any) -> keras.Model:
+    """Layers that Keras quantizes, of odd sizes: with `dtype`, the dense ones in a form that needs calibration."""
+    tokens = keras.Input((6,), dtype="int32")
+    embedded = keras.layers.Embedding(9, 5)(tokens)
+    both = keras.layers.ReversibleEmbedding(11, 5, tie_weights=False)
+    x = keras.layers.Dense(7, **dtype)(keras.layers.BatchNormalization()(embedded + both(tokens)))
+    x = keras.layers.EinsumDense("abc,cde->abde", (None, 3, 5), bias_axes="e", **dtype)(x)
+    x = keras.layers.EinsumDense("abde,dec->abc", (None, 5), **dtype)(x)
+    return keras.Model(tokens, both(x, reverse=True))
+
+
+@pytest.mark.parametrize(
+    "how", ["int8", "float8", "int4", pytest.param(Int4(block_size=None), marks=blocks, id="columns"), "gptq", "awq"]
+)
+def test_parameters_are_those_before_quantization(how: Any) -> None:
+    expected = all_kinds().count_params()
+    floats = lm.build_abstract(all_kinds)
+    assert floats.num_parameters == expected
+    if how in ("gptq", "awq"):
+        abstract = lm.build_abstract(all_kinds, dtype=f"{how}/4/-1_from_float32")
+        assert any(variable.dtype == "uint8" for variable in abstract.values())
+    else:
+        abstract = floats.quantize(how)
+        if how != "float8":  # for which Keras has no LoRA
+            pairs = lm.build_abstract(all_kinds).quantize(how).lora(2, ".*kernel")
+            added = sum(variable.size for path, variable in pairs.items() if "lora" in path)
+            assert added and pairs.num_parameters == expected + added
+        abstract.materialize()  # which takes the object
+        assert abstract.shard(jax.make_mesh((8,), ("model",)), {".*": P()}).num_parameters == expected
+    assert abstract.num_parameters == expected
+
+
+class Unfinished(keras.Model):
+    """A layer that was not built has no parameters yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = keras.layers.Dense(3), keras.layers.Dense(3, dtype="int8_from_float32")
+        self.first.build((None, 4))
+
+
+def test_parameters_of_layers_that_were_not_built() -> None:
+    assert lm.build_abstract(Unfinished).num_parameters == 4 * 3 + 3
+
+
 def test_numbers_without_their_scales(capsys: pytest.CaptureFixture[str]) -> None:
     abstract = lm.build_abstract(layers, "float32").quantize("int8")
     assert not capsys.readouterr().out
