@@ -401,7 +401,8 @@ def plain_safetensors(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes
             if entry["dtype"] == "F4":
                 data = bytes(half for byte in data for half in (byte & 15, byte >> 4))
             tensors[name] = (entry["dtype"], tuple(entry["shape"]), data)
-    return tensors
+    aliases = {other: name for other, name in header.get("__metadata__", {}).items() if name in tensors}
+    return {**{other: tensors[name] for other, name in aliases.items()}, **tensors}
 
 
 def compare_safetensors(path: Path, found: dict[str, np.ndarray]) -> None:
