@@ -477,6 +477,12 @@ def index_of(loader: Any) -> str:
     return module.get_file(loader.preset, module.SAFETENSOR_CONFIG_FILE)
 
 
+def shard_of(loader: Any, name: str) -> Any:
+    """A shard of such a loader, open as `safetensors.safe_open` gives it."""
+    module = _late("safetensor_utils")
+    return module.safetensors.safe_open(module.get_file(loader.preset, name), framework="np")
+
+
 EXPORTED = "_to_numpy_dict"
 
 
