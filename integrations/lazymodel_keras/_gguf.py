@@ -21,11 +21,12 @@ from lazymodel import Checkpoint, CheckpointError, LazyTensor, open_checkpoint
 from lazymodel._remote.path import Location, RemotePath
 from lazymodel._show.text import listed
 from lazymodel.checkpoints._checkpoint import CONFIG, DecodedCheckpoint, Plain
+from lazymodel.checkpoints._untrusted import is_finite
 from lazymodel_keras import _upstream
 
 _ARCHITECTURE = "general.architecture"
 _REQUIRED: Any = object()
-_KINDS = {int: "a whole number", float: "a number", str: "a text", list: "a list"}
+_KINDS = {int: "a whole number", float: "a finite number", str: "a text", list: "a list"}
 
 
 class Metadata:
@@ -58,7 +59,7 @@ class Metadata:
         value = self._entries.get(key, default)
         if value is _REQUIRED:
             self.refuse(key, _KINDS[kind], "no such entry")
-        number = isinstance(value, int | float) and not isinstance(value, bool)
+        number = is_finite(value)
         if kind is float and number:
             # A number such as 1e-6 that was stored as a float32 becomes 1e-6 again.
             return float(str(np.float32(value)) if np.float32(value) == value else value)
@@ -312,7 +313,7 @@ def _check(row: Architecture, metadata: Metadata, found: Settings, stored: Check
         least = _LEAST.get(name, 0)
         if isinstance(value, int) and not least <= value < _MOST:
             raise CheckpointError(f"{metadata.file}: expected {name} from {least} to {_MOST - 1:,}, found {value:,}")
-        if isinstance(value, float) and name in ("rms_norm_eps", "rope_theta") and not 0 < value < math.inf:
+        if isinstance(value, float) and name in ("rms_norm_eps", "rope_theta") and value <= 0:
             raise CheckpointError(f"{metadata.file}: expected {name} above 0, found {value}")
     head_dim = found["head_dim"]
     for name in ("attention.value_length", "rope.dimension_count"):
@@ -343,6 +344,8 @@ def _rope_scaling(row: Architecture, metadata: Metadata, found: Settings, stored
         expected = f"{known}, all that KerasHub's {row.backbone} knows"
         metadata.refuse(f"{metadata.architecture}.rope.scaling.type", expected, kind)
     if kind == "linear" and factor != 1:
+        if factor <= 0:
+            metadata.refuse(f"{metadata.architecture}.rope.scaling.factor", "above 0", factor)
         return {"rope_type": "linear", "factor": factor}
     if _ROPE_FREQUENCIES not in stored or set(factors := _values(stored, _ROPE_FREQUENCIES, half)) == {1.0}:
         return None
@@ -357,7 +360,10 @@ def _values(stored: Checkpoint, name: str, count: int) -> list[float]:
     if name not in stored or stored[name].shape != (count,):
         found = f"shape {stored[name].shape}" if name in stored else "no such tensor"
         raise CheckpointError(f"tensor {name!r} of {stored.path}: expected shape ({count},), found {found}")
-    return [float(value) for value in stored[name].astype(np.float32).read()]
+    values: list[float] = stored[name].astype(np.float32).read().tolist()
+    if wrong := [value for value in values if not (is_finite(value) and value > 0)]:
+        raise CheckpointError(f"tensor {name!r} of {stored.path}: expected finite factors above 0, found {wrong[0]}")
+    return values
 
 
 def _llama3_factors(found: Settings, scaling: Settings) -> np.ndarray:

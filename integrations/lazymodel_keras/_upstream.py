@@ -385,7 +385,8 @@ def quantized_sizes(layer: Any) -> list[tuple[Any, int]]:
             shape[layer._int4_pack_axis] = layer._orig_length_along_pack_axis
         size = math.prod(shape)
     elif isinstance(layer, keras.layers.Dense):
-        size = layer.input_spec.axes[-1] * layer.units
+        spec: Any = layer.input_spec
+        size = spec.axes[-1] * layer.units
     else:
         return []
     own = {name: variable for name, variable in vars(layer).items() if isinstance(variable, keras.Variable)}
@@ -503,6 +504,12 @@ def index_of(loader: Any) -> str:
     """The path of the index that such a loader has read."""
     module = _late("safetensor_utils")
     return module.get_file(loader.preset, module.SAFETENSOR_CONFIG_FILE)
+
+
+def shard_of(loader: Any, name: str) -> Any:
+    """A shard of such a loader, open as `safetensors.safe_open` gives it."""
+    module = _late("safetensor_utils")
+    return module.safetensors.safe_open(module.get_file(loader.preset, name), framework="np")
 
 
 EXPORTED = "_to_numpy_dict"

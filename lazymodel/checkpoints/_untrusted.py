@@ -15,7 +15,7 @@ import stat
 import zipfile
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import ml_dtypes
 import numpy as np
@@ -35,6 +35,7 @@ TRUNCATED = "it is truncated or corrupt. Download or copy it again."
 HOSTILE = "do not trust this checkpoint"
 _MAX_PATH = 4096  # characters; what Linux takes
 _LFS = b"version https://git-lfs.github.com/spec/v1"
+_MOST = float(np.finfo(np.float32).max)
 LOCAL_HEADER = 30  # bytes of a member's local file header, before its name
 
 
@@ -64,6 +65,11 @@ def counts(value: Any) -> tuple[int, ...] | None:
         return None
     items = cast("list[Any]", value)
     return tuple(items) if all(type(item) is int and 0 <= item < 2**63 for item in items) else None
+
+
+def is_finite(value: Any) -> TypeGuard[float]:
+    """Returns True for a number (and no bool) that float32 holds. JSON of Python has NaN, infinities and 1e400, too."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MOST
 
 
 @contextlib.contextmanager

@@ -90,3 +90,19 @@ def test_a_function_may_name_axes_of_the_models_mesh() -> None:
         made = inside.materialize()["w"]
     assert found.sharding.spec == P("data") and np.array_equal(found, 2 * np.asarray(abstract.materialize()["w"]))
     assert made.sharding.spec == P("model") and (np.asarray(made) == 2).all()
+
+
+@pytest.mark.parametrize("axes", KINDS)
+@pytest.mark.parametrize("own", KINDS)
+def test_inputs_that_are_made_under_another_mesh(own: str, axes: str) -> None:
+    """Whole on the model's devices, they are what they are; on others, the error says what to do, and it works."""
+    abstract = lm.build_abstract(init, jax.random.key(0)).shard(mesh(0, (2, 4), own), {"w": P("data"), ".*": P()})
+    expected = abstract.run(forward, np.ones((4, 16), np.float32))
+    with jax.set_mesh(mesh(0, (4, 2), axes)):
+        assert np.array_equal(abstract.run(forward, jnp.ones((4, 16))), expected)
+    with jax.set_mesh(mesh(2, (2, 1), axes)):
+        x = jnp.ones((4, 16))
+        with pytest.raises(lm.LazyModelError, match=r"than the model. Put it on the model's, with jax.device_put"):
+            abstract.run(forward, x)
+        moved = jax.device_put(x, NamedSharding(abstract["w"].sharding.mesh, P()))
+        assert np.array_equal(abstract.run(forward, moved), expected)

@@ -1,14 +1,18 @@
-"""NNX modules under the mesh of `jax.set_mesh`, and on Explicit axes."""
+"""NNX and Linen modules under the mesh of `jax.set_mesh`, and on Explicit axes."""
 
 from __future__ import annotations
 
+import itertools
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -152,3 +156,55 @@ def test_tables_on_axes_that_say_nothing() -> None:
         with jax.set_mesh(mixed):
             assert made.materialize().embed(np.ones((4, 8), np.int32)).shape == (4, 8, 16)
     lm.build_abstract(Convolved, nnx.Rngs(0)).shard(mixed, {"conv/kernel": P(None, None, "one"), ".*": P()})
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, tokens: Any) -> Any:
+        kernel_init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+        x = nn.Dense(32, kernel_init=kernel_init)(nn.Embed(64, 16)(tokens))
+        x = nn.BatchNorm(use_running_average=True)(x)
+        return nn.scan(Residual, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)()(x, None)[0]
+
+
+class Residual(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any, _: None) -> Any:
+        return x + nn.Dense(32, kernel_init=nn.initializers.orthogonal())(nn.tanh(x)), None
+
+
+def linen_results(own: Mesh, folder: Path) -> list[Any]:
+    """What Linen's main paths give."""
+    folder.mkdir()
+    tokens = jnp.ones((4, 8), jnp.int32)
+    alone = lm.build_abstract(Linen(), jax.random.key(0), tokens)
+    rules = {"params/Dense_0/kernel": P(None, "model"), ".*": P()}
+    abstract, elsewhere = alone.shard(own, rules), alone.shard(mesh(4, (2, 2), "auto"), rules)
+    model, sampler = abstract.materialize(), elsewhere.materialize()
+    values = {path: np.asarray(value) for path, value in abstract.stream()}
+    sampler = lm.Sync(abstract, elsewhere)(model, into=sampler)
+    trained = [each.with_optimizer(optax.adamw(1e-3)) for each in (abstract, alone)]
+    states = [each.materialize() for each in trained]
+    lm.save(model, folder / "model.safetensors")
+    lm.save_step(states[0], folder / "run", 1)
+    lm.save(model, folder / "orbax", format="orbax")
+    return [
+        *(model, sampler, alone.materialize(), abstract.materialize(values), states),
+        [abstract.materialize(lm.open_checkpoint(folder / name)) for name in ("model.safetensors", "orbax")],
+        [lm.restore(each, folder / "run") for each in trained],
+        [each.run(lambda variables, x: Linen().apply(variables, x), np.asarray(tokens)) for each in (abstract, alone)],
+        lm.reshard(alone.materialize(), elsewhere),
+        lm.statistics(model).to_dict(),
+    ]
+
+
+@pytest.mark.parametrize("own", KINDS)
+def test_linen(tmp_path: Path, own: str) -> None:
+    expected = linen_results(mesh(0, (2, 4), own), tmp_path / "without")
+    for axes, (first, sizes) in itertools.product(KINDS, [(0, (4, 2)), (2, (2, 1))]):
+        with jax.set_mesh(mesh(first, sizes, axes)):
+            found = linen_results(mesh(0, (2, 4), own), tmp_path / f"with {axes} {sizes}")
+        assert jax.tree.structure(found) == jax.tree.structure(expected)
+        for mine, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert np.array_equal(mine, right) if hasattr(right, "dtype") else mine == right
+            assert getattr(mine, "sharding", None) == getattr(right, "sharding", None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 import re
 import shutil
 import subprocess
@@ -183,6 +184,14 @@ def test_aliases_in_the_metadata_are_names(tmp_path: Path) -> None:
     assert_same(expected, seeded(lambda: lk.from_preset(cls, str(folder))), outputs=False)
     tensors[other] = tensors.pop(name)
     save_file(tensors, folder / "model.safetensors", {"format": "pt", name: other})
+    assert_same(expected, seeded(lambda: lk.from_preset(cls, str(folder))), outputs=False)
+    # As an index, which need not have it, does not either.
+    shards = {"a.safetensors": {other: tensors.pop(other)}, "b.safetensors": tensors}
+    for file, part in shards.items():
+        save_file(part, folder / file, {"format": "pt", name: other} if other in part else {"format": "pt"})
+    index = {"weight_map": {key: file for file, part in shards.items() for key in part}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors").unlink()
     assert_same(expected, seeded(lambda: lk.from_preset(cls, str(folder))), outputs=False)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -228,6 +229,11 @@ def refused(cls: Any, file: Any, **given: Any) -> str:
         ("phi3", {"phi3.attention.head_count_kv": 2}, "expected 96 rows, found 128"),
         ("gemma", {"gemma.feed_forward_length": 2**31}, "intermediate_size from 0 to 2,147,483,647, found"),
         ("gemma", {"gemma.rope.freq_base": 1e6}, "expected rope_theta of 10000.0, the only one"),
+        ("qwen3", {"qwen3.rope.freq_base": math.inf}, "qwen3.rope.freq_base of its metadata to be a finite number"),
+        ("qwen3", {"qwen3.rope.freq_base": -1.0}, "expected rope_theta above 0, found -1.0"),
+        ("gemma2", {"gemma2.attn_logit_softcapping": math.nan}, "to be a finite number, found nan"),
+        ("gemma3", {"gemma3.rope.scaling.factor": -math.inf}, "scaling.factor of its metadata to be a finite number"),
+        ("gemma3", {"gemma3.rope.scaling.factor": -8.0}, "scaling.factor of its metadata to be above 0, found -8.0"),
     ],
 )
 def test_what_metadata_must_say(name: str, change: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -244,6 +250,8 @@ def test_tensors_that_have_no_place(tmp_path: Path) -> None:
     assert f"{path} holds 1 tensor that KerasHub's converter did not request: model.layers.0" in refused(kind.cls, path)
     write_gguf(path, kind.name, metadata, stored | {"rope_freqs.weight": np.full(8, 2, np.float32)})
     assert "expected ones, or for Llama those of Llama 3" in refused(kind.cls, path)
+    write_gguf(path, kind.name, metadata, stored | {"rope_freqs.weight": np.full(8, np.inf, np.float32)})
+    assert f"'rope_freqs.weight' of {path}: expected finite factors above 0, found inf" in refused(kind.cls, path)
     write_gguf(path, kind.name, metadata, {key: value for key, value in stored.items() if "attn_q_norm" not in key})
     assert "has no tensor 'layers.0.self_attn.q_norm.weight'" in refused(kind.cls, path)
     assert "Saved preset has type `Qwen3Backbone`" in refused(keras_hub.models.GemmaBackbone, path)

@@ -319,6 +319,9 @@ class LazySafeOpen(contextlib.AbstractContextManager["LazySafeOpen"]):
     def metadata(self) -> dict[str, str]:
         return dict(self._file.tensors.metadata or {})
 
+    def aliases(self) -> Iterable[str]:
+        return self._file.tensors.aliases
+
     def get_tensor(self, name: str) -> LazyTensor:
         if name not in self._file.tensors:
             # Like safetensors: converters probe for names and catch this.
@@ -422,6 +425,17 @@ def _list_tensors(recording: Any, original: Any, self: Any, *args: Any, **kwargs
     if (whole := recording.decoded(path if isinstance(path, RemotePath) else str(Path(path)))) is not None:
         any_shard = next(iter(index["weight_map"].values()))
         self.safetensor_config = {**index, "weight_map": dict.fromkeys(whole, any_shard)}
+
+
+@_upstream.while_recording(_upstream.safetensors_loader, "get_tensor")
+def _find_alias(recording: Any, original: Any, self: Any, name: str) -> Any:
+    """Adds to an index what it leaves out, if KerasHub asks for it: other names of tensors, which only shards say."""
+    weights = self.safetensor_config["weight_map"] if self.safetensor_config else {}
+    if weights and not any(key.endswith(name) for key in weights):
+        for shard in dict.fromkeys(weights.values()):
+            file = _upstream.shard_of(self, shard)
+            weights |= dict.fromkeys(set(file.aliases()) - set(weights), shard)
+    return original(self, name)
 
 
 @_upstream.while_recording(_upstream.preset_utils, "get_file")

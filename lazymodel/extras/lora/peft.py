@@ -11,11 +11,12 @@ import itertools
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 from lazymodel._errors import CheckpointError
 from lazymodel._show.text import grouped_by, listed, plural
 from lazymodel._tensors.lazy import LazyTensor
+from lazymodel.checkpoints._untrusted import is_finite
 
 CONFIG = "adapter_config.json"
 FILES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -71,12 +72,12 @@ def check_config(config: Mapping[str, Any], file: str) -> None:
         )
     for name in ("r", "lora_alpha"):
         value = config.get(name)
-        if isinstance(value, bool) or not _is_finite(value) or (name == "r" and value < 1):
+        if not is_finite(value) or (name == "r" and value < 1):
             raise CheckpointError(f"{file}: expected a finite number {name!r}, found {value!r}; the file is corrupt")
     for name in ("rank_pattern", "alpha_pattern"):
         patterns = config.get(name) or {}
         try:
-            numbers = all(_is_finite(value) and value > 0 for value in patterns.values())
+            numbers = all(is_finite(value) and value > 0 for value in patterns.values())
             for pattern in patterns:
                 re.compile(pattern)
         except (AttributeError, TypeError, re.error):
@@ -85,10 +86,6 @@ def check_config(config: Mapping[str, Any], file: str) -> None:
             raise CheckpointError(
                 f"{file}: expected {name!r} of regular expressions and numbers, found {patterns!r}; it is corrupt"
             )
-
-
-def _is_finite(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _pattern_value(config: Mapping[str, Any], patterns: str, default: str, key: str) -> Any:
@@ -115,7 +112,7 @@ def of_mlx(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], file: s
     given: Any = config.get("lora_parameters")
     given = given if isinstance(given, dict) and config.get("fine_tune_type", "lora") == "lora" else {}
     rank, scale = given.get("rank"), given.get("scale")
-    if not (_is_finite(rank) and _is_finite(scale)):
+    if not (is_finite(rank) and is_finite(scale)):
         raise CheckpointError(
             f"{file}: expected lora_parameters with rank and scale, as mlx-lm writes for its type 'lora', found "
             f"{config.get('fine_tune_type')!r} with {given!r}; merge it with mlx-lm: `mlx_lm.fuse`"

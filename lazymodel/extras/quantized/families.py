@@ -52,6 +52,7 @@ from lazymodel._tensors.decoded import DecodedTensor, Stored, Unpack
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.tensor_source import View
 from lazymodel.checkpoints._checkpoint import Plain
+from lazymodel.checkpoints._untrusted import is_finite
 from lazymodel.extras.quantized.config import ADVICE, DTYPES, Config, Contents, StoredTensors, find_config, matches
 from lazymodel.extras.quantized.scaled import (
     WORD,
@@ -326,8 +327,8 @@ def _read_state(contents: Contents, name: str) -> _State:
         if type(size) is not int or not 0 < size < 1 << 48:
             contents.reject(name, "positive integers as blocksize and shape", repr(size))
     dtype, offset = found.get("dtype"), found.get("nested_offset", 0.0)
-    if not isinstance(dtype, str) or dtype not in DTYPES or not isinstance(offset, (int, float)):
-        expected = f"one of {', '.join(DTYPES)} as dtype and a number as nested_offset"
+    if not isinstance(dtype, str) or dtype not in DTYPES or not is_finite(offset):
+        expected = f"one of {', '.join(DTYPES)} as dtype and a finite number as nested_offset"
         contents.reject(name, expected, f"{dtype!r}, {offset!r}")
     return _State(tuple(shape), DTYPES[dtype], sizes[0], sizes[1], float(offset))
 

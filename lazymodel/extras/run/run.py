@@ -276,6 +276,7 @@ def _traced(
         for path, variable in model.items()
     }
     with watched(function, inputs, {}):
+        inputs = jax.tree.map(functools.partial(_on_own_mesh, default=variables.default), inputs)
         found, closed, given = trace(of_arrays, (structs | variables.on_host, inputs), {}, None, name)
     left = iter(sorted(structs.keys() - variables.on_host.keys()))  # in the order in which JAX flattens a dict
     paths = [next(left) if isinstance(leaf, jax.ShapeDtypeStruct) else None for leaf in given]
@@ -389,16 +390,31 @@ def _calls(flat: Flattened, variables: _Variables, cutter: Cutter, size: int | N
     return calls
 
 
+def _elsewhere(aval: Any, where: str) -> LazyModelError:
+    fix = "Put it on the model's, with jax.device_put, or pass a NumPy array"
+    return LazyModelError(f"run: an input or captured array ({aval}) is {where} than the model. {fix}")
+
+
+def _on_own_mesh(value: Any, default: Sharding) -> Any:
+    """An input, which JAX traces beside the model only if it is of the current mesh, the model's."""
+    current, own = (
+        jax.sharding.get_abstract_mesh(),
+        jax.typeof(value).sharding.mesh if isinstance(value, jax.Array) else None,
+    )
+    if current.empty or own is None or own.empty or own == current:
+        return value
+    if value.sharding.device_set != default.device_set or not value.is_fully_replicated:
+        raise _elsewhere(jax.typeof(value), "on other devices or another mesh")
+    return jax.device_put(value, default)
+
+
 def _given(value: Value, default: Sharding) -> jax.Array:
     """An input or constant on the devices of the model."""
     data = value.data
     if not isinstance(data, jax.Array):
         return placed(np.asarray(data, value.aval.dtype), default)
     if data.committed and data.sharding.device_set != default.device_set:
-        raise LazyModelError(
-            f"run: an input or captured array ({value.aval}) is on other devices than the model. Put it on the "
-            "model's, with jax.device_put, or pass a NumPy array"
-        )
+        raise _elsewhere(value.aval, "on other devices")
     return data if data.sharding.device_set == default.device_set else placed(data, default)
 
 

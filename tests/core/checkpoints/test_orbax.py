@@ -513,8 +513,9 @@ REFUSED = [
     ("ocdbt", {"_METADATA": b'{"tree_metadata": {"a": 3}}'}, "'key_metadata' and 'value_metadata' of leaf a"),
     ("ocdbt", {"_METADATA": LEAF}, "text"),
     ("ocdbt", {"_METADATA": b'{"tree_metadata": {"a": 1, "a": 2}}'}, "'a' twice"),
-    ("files", {"step/.zarray": {"shape": [1 << 40], "chunks": [1]}}, "expected every chunk"),
-    ("files", {"step/.zarray": {"shape": [1], "chunks": [1 << 40]}}, "expected chunks inside its shape"),
+    ("files", {"step/.zarray": {"shape": [1 << 10], "chunks": [1]}}, "expected every chunk"),
+    # Small: tensorstore 0.1.86 ends the process over a chunk that does not fit into memory.
+    ("files", {"step/.zarray": {"shape": [1], "chunks": [1 << 10]}}, "expected chunks inside its shape"),
     ("files", {"step/.zarray": {"shape": [-1], "chunks": [1]}}, "cannot be opened"),
     ("files", {"step/.zarray": {"dtype": "uint4"}}, "cannot be opened: .* tensorstore has no such dtype; save it as"),
     ("files-zarr3", {"step/zarr.json": {"data_type": "float8_e4m3"}}, "tensorstore has no such dtype; save it as"),

@@ -531,6 +531,7 @@ def test_the_command_converts_and_inspects(folder: Path, tmp_path: Path) -> None
         ({"r": "4"}, "expected a finite number 'r', found '4'"),
         ({"r": math.inf}, "expected a finite number 'r', found inf"),
         ({"lora_alpha": math.nan}, "expected a finite number 'lora_alpha', found nan"),
+        ({"lora_alpha": 10**400}, "expected a finite number 'lora_alpha', found 10"),
         ({"alpha_pattern": {"q": math.inf}}, "expected 'alpha_pattern' of regular expressions and numbers"),
         ({"rank_pattern": {"(": 4}}, "expected 'rank_pattern' of regular expressions and numbers"),
         ({"use_dora": True}, "expected lora_magnitude_vector of 'model.layers.0.q'"),

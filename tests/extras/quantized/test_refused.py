@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,16 @@ def test_what_no_configuration_tells_of(left: Tensors, words: str, tmp_path: Pat
     assert sorted(lm.open_checkpoint(folder)) == sorted(left)  # as stored; mapping it to floats is refused
 
 
+@pytest.mark.parametrize("offset", [math.nan, -math.inf, 10**400, True, "0"])
+def test_an_offset_that_is_no_finite_number(offset: Any, tmp_path: Path) -> None:
+    """JSON of Python has all of them."""
+    stored, config = parts("nf4-nested")
+    name = f"{M}.weight.quant_state.bitsandbytes__nf4"
+    said = json.dumps(json.loads(stored[name].tobytes()) | {"nested_offset": offset})
+    stored[name] = np.frombuffer(said.encode(), np.uint8).copy()
+    assert "a finite number as nested_offset, found" in refused(tmp_path, stored, config)
+
+
 def test_an_empty_module(tmp_path: Path) -> None:
     stored, config = parts("gptq")
     empty = {
@@ -159,7 +170,9 @@ def test_hostile_parts(data: st.DataObject, tmp_path_factory: pytest.TempPathFac
     dtype = data.draw(st.sampled_from(["uint8", "int8", "int32", "int64", "float16", "float32", F8]))
     stored[name] = np.ones(shape, dtype)
     if "quant_state" in name and data.draw(st.booleans()):
-        values = st.sampled_from([0, -1, 1, 2**60, 1.5, None, "x", [], [0, 4], [2**40, 2**40], [32, 64], 64, "float16"])
+        values = st.sampled_from(
+            [0, -1, 1, 2**60, 1.5, None, "x", [], [0, 4], [2**40, 2**40], [32, 64], 64, "float16", math.nan, 10**400]
+        )
         keys = ("shape", "blocksize", "nested_blocksize", "nested_offset", "dtype")
         said = json.dumps({key: data.draw(values) for key in keys})
         stored[name] = np.frombuffer(said.encode(), np.uint8).copy()
