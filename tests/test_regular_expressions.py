@@ -21,7 +21,7 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 ROOT = Path(__file__).parents[1]
 _SEARCHING = ("search", "sub", "split", "findall", "finditer")  # the others, `match` and `fullmatch`, begin once
 # Where expressions see the paths of the user's own variables alone, or no text beyond a length that is checked before.
-_OWN = ("lazymodel/_sharding/", "lazymodel/_quantized/config.py")
+_OWN = ("lazymodel/_sharding/", "lazymodel/extras/quantized/config.py")
 
 
 class Used(NamedTuple):
