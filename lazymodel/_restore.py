@@ -15,7 +15,8 @@ from lazymodel._devices.collective import agreement
 from lazymodel._devices.hardware import require_live
 from lazymodel._errors import CheckpointError, LazyModelError
 from lazymodel._mapping.match import respelled
-from lazymodel.checkpoints._checkpoint import KEY, TrainingState, find_step, place_of, read_described
+from lazymodel._remote.path import location
+from lazymodel.checkpoints._checkpoint import KEY, TrainingState, find_step, read_described
 from lazymodel.checkpoints._open import open_checkpoint
 from lazymodel.checkpoints._untrusted import read_json_object
 
@@ -74,7 +75,7 @@ def restore(
     with contextlib.ExitStack() as stack:
         with agreement(model.variables, done="restored"):
             if step is not None:
-                path, storage_options = cast(Any, find_step(place_of(path, storage_options), step)), None
+                path, storage_options = cast(Any, find_step(location(path, storage_options), step)), None
             checkpoint = stack.enter_context(open_checkpoint(path, storage_options))
             tensors = respelled(model, checkpoint)
             if missing := [name for name in model.numbers if name not in tensors]:
@@ -103,7 +104,7 @@ def training_state(
         >>> lm.training_state("nothing yet") is None
         True
     """
-    where = place_of(path, storage_options)
+    where = location(path, storage_options)
     if (found := find_step(where, step)) is None:
         return None
     # The newest is looked for again as it is opened: it may have been removed for newer ones.

@@ -12,7 +12,6 @@ import re
 import time
 import zipfile
 from collections.abc import Callable, Generator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar, Unpack
 from typing import cast as cast_type
 
@@ -31,7 +30,7 @@ from lazymodel import (
 )
 from lazymodel._abstract.garbage import no_full_collections
 from lazymodel._errors import warn
-from lazymodel._remote.path import Location, RemotePath
+from lazymodel._remote.path import Location, RemotePath, location
 from lazymodel._remote.url import is_url, shown
 from lazymodel._sharding.shard import Rules, read_rules
 from lazymodel._show.progress import ReportTo
@@ -267,7 +266,7 @@ def _check_saved_model(path: str | Location) -> None:
     """Raises CheckpointError if a path is not a saved model; names the path, what was expected and what was found."""
     if isinstance(path, str) and "://" in path:
         return
-    where = Path(path) if isinstance(path, str) else path
+    where = location(path)
     found = _other_than_a_file(where) if where.is_file() else _other_than_a_folder(where)
     if found is not None:
         raise CheckpointError(f"cannot load a model from {path}: {_EXPECTED}; found {found}")

@@ -1,7 +1,10 @@
-"""Objects as code uses them: `RemotePath` like a path, `RemoteFile` like a file, `RemoteReader` for tensors.
+"""Where files are: a `Location` is a `LocalPath` on a disk or a `RemotePath` in a store, and code asks both the same.
 
-`RemotePath` has only the methods that readers of checkpoints need. There are no links, and each question is sent to the
-store only once. A web server cannot list, so a folder there has no entries except those that are requested by name.
+What they have besides the methods of `pathlib`: `lists` (False for web servers, where folders have no entries but those
+that are requested by name), `reader()` for the bytes of tensors, `files_below()`, `leads_out()` and `irregular()` for
+links and pipes, which stores do not have, `named()` and `identity` for places that messages and manifests name,
+`published()` and `fingerprint()` for what a file should be and is, `state()` and `anew()` for places that change while
+they are looked at, and `kvstore()` for TensorStore. A store is asked each question only once.
 
 `RemoteFile` is meant for headers: a few places of an object, each read in small steps. It keeps blocks of the object,
 and fetches consecutive blocks in increasingly long requests.
@@ -20,18 +23,20 @@ import hashlib
 import io
 import os
 import posixpath
+import reprlib
 import stat
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import PosixPath
 from typing import Any, BinaryIO, TypeAlias, cast
 
 import numpy as np
 
 from lazymodel._errors import CheckpointError
+from lazymodel._remote.hub import stated_alongside
 from lazymodel._remote.prefetch import AHEAD, GAP, ReadAhead, Stopped, requests_for
 from lazymodel._remote.store import Store, open_store
-from lazymodel._remote.url import quoted
+from lazymodel._remote.url import is_url, quoted
 from lazymodel._show.text import printable
 from lazymodel._tensors.boxes import Geometry, ranges_of
 from lazymodel._tensors.buffers import DType, Steps, Workspace, parallel
@@ -123,9 +128,83 @@ class RemoteFile(Seekable):
         return blocks[0]
 
 
+class LocalPath(PosixPath):
+    """A path on a disk."""
+
+    remote = False
+    lists = True
+
+    def reader(self, *, base: int = 0) -> FileReader:
+        """The bytes of the file from `base` on."""
+        return FileReader(self, base=base)
+
+    def named(self, text: str) -> LocalPath:
+        """The place that has this name in messages."""
+        return LocalPath(text)
+
+    @property
+    def identity(self) -> str:
+        """A text that is the same for the same place; those of places below it begin with it."""
+        return os.path.abspath(self)
+
+    def absolute(self) -> LocalPath:
+        """The same place, with all folders above it in its path, and without `..`."""
+        return LocalPath(self.identity)
+
+    def files_below(self) -> list[str]:
+        """Paths, relative to it and with slashes, of all below it but folders; links are not followed."""
+        files: list[str] = []
+        for inner, folders, names in os.walk(self):
+            links = [name for name in folders if os.path.islink(os.path.join(inner, name))]
+            files += [os.path.relpath(os.path.join(inner, name), self).replace(os.sep, "/") for name in names + links]
+        return files
+
+    def leads_out(self, folder: Location) -> str:
+        """Where links lead, if neither into a folder nor to the blobs of its Hugging Face cache; else, "".
+
+        Raises OSError or RuntimeError where the links form a circle, or it cannot be a path.
+        """
+        if not stat.S_ISLNK(self.lstat().st_mode) and self.parent == folder:
+            return ""
+        # The cache's links are `snapshots/<revision>/x -> ../../blobs/<hash>`.
+        target, root = self.resolve(), LocalPath(str(folder)).resolve()
+        blobs = (parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")
+        return "" if any(target.is_relative_to(inside) for inside in (root, *blobs)) else str(target)
+
+    def irregular(self) -> str:
+        """What it is if it is neither a file nor a link to one; else, ""."""
+        if stat.S_ISREG(self.stat().st_mode):
+            return ""
+        return f"a symbolic link to {self.resolve()}" if self.is_symlink() else "a pipe or a device"
+
+    def published(self) -> list[tuple[str, str, str]]:
+        """The hashes that are stated for its content where it came from: algorithm, digits, and who states them."""
+        return stated_alongside(self.identity)
+
+    def fingerprint(self, count: int = SAMPLES) -> str:
+        """Identity of its content, as text; see `ByteReader.fingerprint`."""
+        return self.reader().fingerprint(count)
+
+    def state(self) -> set[tuple[str, int]]:
+        """Names in the folder, each with the identity of its file: a saver brings other files."""
+        with contextlib.suppress(OSError), os.scandir(self) as entries:
+            return {(entry.name, entry.inode()) for entry in entries}
+        return set()
+
+    def anew(self) -> LocalPath:
+        """The same place, of which nothing is known; itself if that is always so."""
+        return self
+
+    def kvstore(self) -> dict[str, Any]:
+        """The specification of TensorStore's store of the files in the folder."""
+        return {"driver": "file", "path": f"{self.resolve()}/"}
+
+
 @functools.total_ordering
 class RemotePath:
-    """A key in a store."""
+    """A key in a store; what is not described here is as in `LocalPath`."""
+
+    remote = True
 
     def __init__(self, store: Store, key: str = "") -> None:
         self.store, self.key = store, key
@@ -160,27 +239,28 @@ class RemotePath:
     def parent(self) -> RemotePath:
         return RemotePath(self.store, posixpath.dirname(self.key))
 
-    def relative_to(self, folder: RemotePath) -> str:
-        """The path relative to a folder."""
-        return posixpath.relpath(self.key, folder.key) if folder.key else self.key
-
-    def resolve(self) -> RemotePath:
-        """Returns itself: there are no links."""
-        return self
-
-    def is_symlink(self) -> bool:
-        return False
-
-    def is_relative_to(self, other: RemotePath) -> bool:
-        return not other.key or self.key == other.key or self.key.startswith(f"{other.key}/")
+    @property
+    def parents(self) -> Sequence[RemotePath]:
+        """The folders that contain it, the innermost first."""
+        return [self.parent, *self.parent.parents] if self.key else []
 
     @property
-    def parents(self) -> Iterator[RemotePath]:
-        """The folders that contain it, the innermost first."""
-        folder = self
-        while folder.key:
-            folder = folder.parent
-            yield folder
+    def lists(self) -> bool:
+        return self.store.lists
+
+    def reader(self, *, base: int = 0) -> RemoteReader:
+        return RemoteReader(self, base=base)
+
+    def named(self, text: str) -> RemotePath:
+        below = text.removeprefix(str(self)).strip("/")
+        return self / below if below else self
+
+    @property
+    def identity(self) -> str:
+        return f"/{self.key}"
+
+    def absolute(self) -> RemotePath:
+        return self
 
     def is_file(self) -> bool:
         return bool(self.key) and self.store.has(self.key)
@@ -214,8 +294,34 @@ class RemotePath:
         return (self / name for name in sorted(names))
 
     def files_below(self) -> list[str]:
-        """Paths, relative to it, of all objects below it."""
         return list(self.store.below(self.key))
+
+    def is_symlink(self) -> bool:
+        return False
+
+    def leads_out(self, folder: Location) -> str:
+        return ""
+
+    def irregular(self) -> str:
+        return ""
+
+    def published(self) -> list[tuple[str, str, str]]:
+        known = self.store.hashes().get(self.key)
+        return [] if known is None else [(*known, "the hub")]
+
+    def fingerprint(self, count: int = SAMPLES) -> str:
+        known = self.store.known(self.key)
+        return f"{known.size} {known.etag}" if known and known.etag else self.reader().fingerprint(count)
+
+    def state(self) -> set[tuple[str, int]]:
+        return set()  # what was seen of a store stays
+
+    def anew(self) -> RemotePath:
+        return RemotePath(self.store.anew(), self.key) if self.lists else self
+
+    def kvstore(self) -> dict[str, Any]:
+        """Raises CheckpointError if TensorStore has no driver for it, or none that accepts the given credentials."""
+        return _kvstore(self)
 
     def open(self, mode: str = "rb") -> io.BufferedIOBase | io.RawIOBase:
         """Opens the object as a file."""
@@ -227,7 +333,21 @@ class RemotePath:
             return file.read()
 
 
-Location: TypeAlias = "Path | RemotePath"
+Location: TypeAlias = "LocalPath | RemotePath"
+
+
+def location(path: Any, options: Mapping[str, Any] | None = None) -> Location:
+    """The place that a path or URL names; nothing need be there. Makes no request."""
+    if isinstance(path, RemotePath):
+        return path
+    if not isinstance(path, str | os.PathLike):
+        raise CheckpointError(f"expected a path or URL, text or a pathlib.Path; got {reprlib.repr(path)}")
+    text = os.fspath(cast("str | os.PathLike[str]", path))
+    if is_url(text):
+        return RemotePath(*open_store(text, options))
+    if options:
+        raise CheckpointError(f"{text}: storage_options are for URLs, found a path")
+    return LocalPath(text)
 
 
 def matching(folder: Location, pattern: str) -> list[Location]:
@@ -255,12 +375,6 @@ def fetch_heads(paths: Iterable[Location]) -> None:
     remote = [path for path in paths if isinstance(path, RemotePath)][:_MOST_HEADS]
     with parallel(fetch, remote, _HEADS, "heads", stopped=stopped) as fetched:
         collections.deque(fetched, 0)
-
-
-def remote_path(url: str, options: Mapping[str, Any] | None = None) -> RemotePath:
-    """The location that a URL names. Makes no request."""
-    store, key = open_store(url, options)
-    return RemotePath(store, key)
 
 
 _MOST_ETAG = 128  # characters of an ETag that are compared and shown; those of S3 have 34
@@ -308,6 +422,12 @@ class RemoteReader(ByteReader):
         with RemoteFile(self.store, self.key, self.given_up) as file:
             file.seek(position)
             return file.read(nbytes) or b""
+
+    def fetch_ahead(self, spans: Sequence[tuple[int, int]]) -> None:
+        with RemoteFile(self.store, self.key) as file:
+            inside = [span for span in sorted(spans) if span[0] >= 0 and span[1] <= self.size]
+            if wanted := [span for span in inside if file.kept(*span) is None]:
+                file.fetch_ahead(wanted)
 
     def check_unchanged(self) -> None:
         """Does nothing: every range was requested with the ETag of the first answer."""
@@ -400,11 +520,6 @@ class RemoteReader(ByteReader):
             self._aheads = tuple(other for other in self._aheads if other is not ahead)
 
 
-def source_of(path: Location, *, base: int = 0) -> FileReader | RemoteReader:
-    """The bytes of a file or object, from `base` on."""
-    return RemoteReader(path, base=base) if isinstance(path, RemotePath) else FileReader(path, base=base)
-
-
 @contextlib.contextmanager
 def reading_ahead(wants: Sequence[tuple[ByteReader, np.ndarray]], limit: int = AHEAD) -> Generator[ReadAhead]:
     """Within the block, announced ranges of remote readers are fetched before they are read.
@@ -439,14 +554,7 @@ def _attached(ahead: ReadAhead, sources: Iterable[RemoteReader]) -> Generator[No
             source.detach(ahead)
 
 
-def kvstore(folder: Location) -> dict[str, Any]:
-    """The specification of a key-value store of the files in a folder.
-
-    Raises:
-        CheckpointError: TensorStore has no driver for it, or none that accepts the given credentials.
-    """
-    if isinstance(folder, Path):
-        return {"driver": "file", "path": f"{folder.resolve()}/"}
+def _kvstore(folder: RemotePath) -> dict[str, Any]:
     store = folder.store
     path = f"{folder.key}/" if folder.key else ""
     options = {**store.options, **store.options.get("config", {})}

@@ -3,10 +3,6 @@
 One `Store` is used for one opening of a checkpoint. It keeps the size and ETag of each object while it is used,
 and requests every range of the object with that ETag (`If-Match`, RFC 9110 section 13.1.1), so that two versions of an
 object are never mixed. obstore finds credentials in the places that each cloud's own tools use.
-
-A `Repository` of the Hugging Face hub is read at one commit. Source of its addresses: https://huggingface.co/docs/hub/api
-(`/api/models/{repo}/revision/{revision}` and `/{repo}/resolve/{revision}/{path}`). Endpoint and token are those that
-`huggingface_hub` would use.
 """
 
 from __future__ import annotations
@@ -15,21 +11,19 @@ import asyncio
 import base64
 import contextlib
 import dataclasses
-import json
 import os
 import posixpath
-import re
 import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from lazymodel._errors import CheckpointError, required
+from lazymodel._remote.hub import MOST_JSON, Repository
 from lazymodel._remote.requests import Changed, Failure, Missing, Retries, Web, apart, attempt, explained
-from lazymodel._remote.url import Url, parse_url, quoted
+from lazymodel._remote.url import Url, parse_url
 from lazymodel._show.text import listed
 from lazymodel._tensors.byte_reader import REQUESTS
 
@@ -114,7 +108,7 @@ class Store:
     def __init__(self, url: Url, options: Mapping[str, Any] | None = None) -> None:
         self.url = dataclasses.replace(url, key="")
         self.lists = url.kind not in ("http", "https")
-        self.options = _checked_options(url, options)
+        self.options, self._given = _checked_options(url, options), options
         self._lock = threading.Lock()
         self._objects: dict[str, Object] = {}
         self._folders: dict[str, tuple[dict[str, Object], set[str]]] = {}
@@ -131,6 +125,10 @@ class Store:
         if url.kind == "hf":
             self.repository = Repository(url.root, url.revision)
         self._opened: dict[bool, Any] = {}  # True: for small requests
+
+    def anew(self) -> Store:
+        """The same store, of whose objects nothing is known yet."""
+        return Store(self.url, self._given)
 
     def shown(self, key: str) -> str:
         """A key in the form for messages."""
@@ -247,7 +245,7 @@ class Store:
         return objects, folders
 
     def hashes(self) -> dict[str, tuple[str, str]]:
-        """Hashes of a repository's files, by path: an algorithm, named as in `checkpoints/_verify`, and the digits."""
+        """Hashes of a repository's files, by path: an algorithm, named as in `LocalPath.published`, and the digits."""
         return {} if self.repository is None else self.repository.hashes(self._read_json)
 
     def _note(self, key: str, found: Object) -> Object:
@@ -473,106 +471,3 @@ def _differs(known: Object, found: Object) -> bool:
     if known.etag is not None and found.etag is not None:
         return known.etag != found.etag
     return known.modified is not None and known.modified != found.modified
-
-
-MOST_JSON = 16 << 20  # bytes of an answer, 20 times as many when parsed; a list of a hundred thousand files is smaller
-_COMMIT = re.compile("[0-9A-Za-z]+")
-_DEFAULT = "https://huggingface.co"
-_WHOLE_COMMIT = re.compile("[0-9a-f]{40}")
-
-
-class Repository:
-    """One repository at one revision. The first request fixes the commit, and all files are read from that commit."""
-
-    def __init__(self, name: str, revision: str) -> None:
-        self.name, self.revision = name, revision or "main"
-        self.endpoint = os.environ.get("HF_ENDPOINT", _DEFAULT).rstrip("/")
-        parse_url(self.endpoint)  # rejects plain http to other hosts
-        token = _token()
-        self.headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._settled: tuple[str, list[str]] | None = None
-
-    def settled(self, read: Callable[[str], bytes]) -> tuple[str, list[str]]:
-        """The hash of the commit, and the paths of all its files; `read` returns the body of an address."""
-        self._settled = self._settled or self._found(read)
-        return self._settled
-
-    def hashes(self, read: Callable[[str], bytes]) -> dict[str, tuple[str, str]]:
-        """The algorithm and digits that the hub publishes for each file, by path: the hash of its content if it is
-        stored as a large file, else that of its git object.
-        """
-        stated: dict[str, tuple[str, str]] = {}
-        body = read(f"{self.endpoint}/api/models/{self.name}/revision/{self.settled(read)[0]}?blobs=true")
-        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # then files have no hash
-            for entry in cast("dict[str, Any]", json.loads(body))["siblings"]:
-                large = entry.get("lfs")
-                found = ("sha256", large["sha256"]) if large else ("git-sha1", entry["blobId"])
-                stated[str(entry["rfilename"])] = (found[0], str(found[1]).lower())
-        return stated
-
-    def _found(self, read: Callable[[str], bytes]) -> tuple[str, list[str]]:
-        where = f"{self.endpoint}/api/models/{self.name}/revision/{quoted(self.revision).replace('/', '%2F')}"
-        failed, kind = f"cannot read hf://{self.name}@{self.revision}: ", CheckpointError
-        try:
-            answer = cast("dict[str, Any]", json.loads(read(where)))
-            commit, files = answer["sha"], [entry["rfilename"] for entry in answer["siblings"]]
-            if _COMMIT.fullmatch(commit) and all(isinstance(file, str) for file in files):
-                return commit, files
-            failed += "the hub's answer is not in its documented form"
-        except CheckpointError as error:
-            failed, kind = str(error), type(error)
-        except Missing:
-            failed += "the hub has no such repository or revision"
-        except (ValueError, KeyError, TypeError, RecursionError):
-            failed += "the hub's answer is not in its documented form"
-        hint = "" if self.headers else ". If it is private or gated, log in with `hf auth login` or set HF_TOKEN"
-        raise kind(f"{failed}{hint}")
-
-
-def _token() -> str | None:
-    try:
-        from huggingface_hub import get_token
-    except ImportError:
-        if token := os.environ.get("HF_TOKEN"):
-            return token
-        home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-        file = Path(os.environ.get("HF_TOKEN_PATH", home / "token"))
-        return (file.read_text(encoding="utf-8").strip() or None) if file.is_file() else None
-    return get_token()
-
-
-def is_offline() -> bool:
-    """Returns True if the user allows no request to the hub."""
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        return True
-    try:
-        from huggingface_hub import constants
-    except ImportError:
-        return False
-    return constants.HF_HUB_OFFLINE
-
-
-def cached_snapshot(name: str, commit: str) -> Path | None:
-    """The folder of a commit in the local cache of the hub. Files may be missing there."""
-    folder = _cache(name)
-    snapshot = None if folder is None else folder / "snapshots" / commit
-    return snapshot if snapshot is not None and snapshot.is_dir() else None
-
-
-def cached_commit(name: str, revision: str) -> str | None:
-    """The commit of a revision at the time when the local cache of the hub was last updated from it."""
-    if (folder := _cache(name)) is None:
-        return None
-    try:
-        return (folder / "refs" / revision).read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
-        return revision if _WHOLE_COMMIT.fullmatch(revision) else None
-
-
-def _cache(name: str) -> Path | None:
-    """The folder of a repository in the local cache of the hub; None without `huggingface_hub`."""
-    try:
-        from huggingface_hub import constants
-    except ImportError:
-        return None
-    return Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"

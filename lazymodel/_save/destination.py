@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from lazymodel._errors import LazyModelError
-from lazymodel._remote.path import Location, matching
+from lazymodel._remote.path import LocalPath, Location, matching
 from lazymodel._save.atomic import Staging, staging, writing
 from lazymodel._show.progress import Progress
 from lazymodel._show.text import format_bytes, listed
@@ -88,7 +88,7 @@ class Destination:
 
     _inside: bool  # whether the path is a folder that files are put into
 
-    def __init__(self, path: Path, files: list[SavedFile]) -> None:
+    def __init__(self, path: LocalPath, files: list[SavedFile]) -> None:
         self.path, self.files = path, files
         self._stage = Staging(path, inside=self._inside)
 
@@ -129,7 +129,7 @@ class Destination:
         """The staging folders of destinations that have files in common with this one."""
         raise NotImplementedError
 
-    def _there(self) -> Path | None:
+    def _there(self) -> LocalPath | None:
         """Returns the path to be replaced, if any; raises LazyModelError if it must not be."""
         raise NotImplementedError
 
@@ -139,13 +139,13 @@ class FileDestination(Destination):
 
     _inside = False
 
-    def __init__(self, path: Path, files: list[SavedFile]) -> None:
+    def __init__(self, path: LocalPath, files: list[SavedFile]) -> None:
         super().__init__(path, [dataclasses.replace(file, name=path.name) for file in files])
 
     def _rivals(self) -> list[Path]:
         return [staging_folder(self.path.parent, inside=True)] if self.path.name == SINGLE else []
 
-    def _there(self) -> Path | None:
+    def _there(self) -> LocalPath | None:
         check_file(self.path)
         return self.path if os.path.lexists(self.path) else None
 
@@ -164,7 +164,7 @@ class FolderDestination(Destination):
         replaced = self.path.parent / self.path.resolve().name if self.path.is_symlink() else self.path
         return [staging_folder(replaced), staging_folder(self.path.resolve()), staging_folder(self.path / SINGLE)]
 
-    def _there(self) -> Path | None:
+    def _there(self) -> LocalPath | None:
         self._old = old_files(self.path)
         return self.path / self._old[0] if self._old else None
 

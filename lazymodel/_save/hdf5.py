@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lazymodel._errors import LazyModelError, warn
+from lazymodel._remote.path import LocalPath
 from lazymodel._save.atomic import Staging, writing
 from lazymodel._save.destination import Destination, SavedFile, grouped, replace_shards
 from lazymodel._tensors.byte_reader import Seekable
@@ -52,14 +53,14 @@ class Hdf5Shards(Destination):
 
     _inside = True
 
-    def __init__(self, path: Path, files: list[SavedFile]) -> None:
+    def __init__(self, path: LocalPath, files: list[SavedFile]) -> None:
         super().__init__(path.parent, files)
         self._index = path
 
     def _rivals(self) -> list[Path]:
         return [staging_folder(self.path)]
 
-    def _there(self) -> Path | None:
+    def _there(self) -> LocalPath | None:
         return self._index if self._index.exists() else None
 
     def commit(self) -> None:

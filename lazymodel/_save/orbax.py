@@ -11,7 +11,6 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sized
-from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import jax
@@ -20,6 +19,7 @@ import numpy as np
 from lazymodel._abstract.framework import ModelSpec
 from lazymodel._abstract.variable import ARRAYS, NUMBERS, adapters, as_array, path_text
 from lazymodel._errors import LazyModelError
+from lazymodel._remote.path import LocalPath
 from lazymodel._save.destination import SavedFile, WholeFolder
 from lazymodel._show.text import listed
 from lazymodel._tensors.boxes import grid, whole_box
@@ -128,7 +128,7 @@ def layout(tensors: Mapping[str, LazyTensor], tree: Mapping[Keys, Any] | None = 
 class OrbaxDestination(WholeFolder):
     """A folder of Orbax."""
 
-    def _there(self) -> Path | None:
+    def _there(self) -> LocalPath | None:
         if not self.path.exists():
             return None
         if foreign := foreign_entries(self.path):

@@ -28,7 +28,7 @@ from lazymodel._errors import CheckpointError, LazyModelError, warn
 from lazymodel._extras import extra
 from lazymodel._mapping.match import lazy_values
 from lazymodel._mapping.table import WeightMap
-from lazymodel._remote.path import Location, RemotePath, matching
+from lazymodel._remote.path import LocalPath, Location, RemotePath, location, matching
 from lazymodel._remote.url import is_url
 from lazymodel._save import hdf5, orbax
 from lazymodel._save.atomic import staging, writing
@@ -43,7 +43,7 @@ from lazymodel._tensors.boxes import Box, box_shape, slabs
 from lazymodel._tensors.casting import converted, refusal
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.tensor_source import compared
-from lazymodel.checkpoints._checkpoint import DECIDING, KEY, described, is_complete, place_of, step_folders
+from lazymodel.checkpoints._checkpoint import DECIDING, KEY, described, is_complete, step_folders
 from lazymodel.checkpoints._open import open_checkpoint, staging_folder, weight_files
 from lazymodel.checkpoints._orbax import find_item
 
@@ -227,8 +227,8 @@ def default_budget(tensors: Mapping[str, LazyTensor]) -> int:
 
 
 def _located(path: str | os.PathLike[str], options: Mapping[str, Any] | None, format: str) -> Location:
-    where = place_of(path, options)
-    if isinstance(where, Path):
+    where = location(path, options)
+    if isinstance(where, LocalPath):
         with writing(where):
             if not os.path.isabs(path):
                 os.getcwd()  # it may have been removed
@@ -261,7 +261,7 @@ def _destination(
         files = layout(tensors, options.shard_size, options.metadata, save_id)
         target = FileDestination(where, files) if options.shard_size is None else FolderDestination(where, files)
     elif format == "orbax":
-        target = OrbaxDestination(Path(os.path.realpath(where)), orbax.layout(tensors, tree))
+        target = OrbaxDestination(LocalPath(os.path.realpath(where)), orbax.layout(tensors, tree))
     else:
         assert options.shard_size is not None
         files = hdf5.layout(tensors, where, options.shard_size)
@@ -413,7 +413,7 @@ def _check_hidden(destination: str, source: str) -> None:
     if is_url(source) or not os.path.isdir(source):
         return
     where, folder = os.path.realpath(destination), os.path.realpath(source)
-    files = weight_files(Path(folder))
+    files = weight_files(LocalPath(folder))
     loose = bool(files) and files[0].suffix == ".safetensors" and files[0].name != SINGLE
     if loose and os.path.dirname(where) == folder and where.endswith(".safetensors"):
         raise LazyModelError(
@@ -519,12 +519,12 @@ def save_step(
                 raise LazyModelError(f"save_step: {advice}")
         number = _number(step)
         about = {KEY: json.dumps(described(metadata, data))}
-        _check_folder(place_of(folder, storage_options))
+        _check_folder(location(folder, storage_options))
         where = os.fspath(folder).rstrip("/")
     save(model, f"{where}/{number}", metadata=about, storage_options=storage_options, **options)
     if max_to_keep is not None and _roles(held)[1]:
         try:
-            failures = _remove_old(place_of(where, storage_options), number, max_to_keep)
+            failures = _remove_old(location(where, storage_options), number, max_to_keep)
         except CheckpointError as error:
             failures = [str(error)]
         if failures:

@@ -159,6 +159,9 @@ class ByteReader:
         """Returns bytes of the whole file, fewer at its end. They are not counted."""
         raise NotImplementedError
 
+    def fetch_ahead(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Prefetches ranges of the whole file that headers will be read from, if that saves time."""
+
     @property
     def origin(self) -> ByteReader:
         """The reader from which these bytes are taken or computed."""

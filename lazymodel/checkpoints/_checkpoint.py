@@ -15,18 +15,14 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
-import reprlib
 from collections.abc import Callable, Collection, Iterator, KeysView, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from lazymodel._errors import CheckpointError, LazyModelError
 from lazymodel._extras import extra
-from lazymodel._remote.path import Location, RemotePath, remote_path
-from lazymodel._remote.url import is_url
+from lazymodel._remote.path import Location
 from lazymodel._show.text import format_bytes, listed, plural
 from lazymodel._tensors.byte_reader import ByteReader, reading
 from lazymodel._tensors.lazy import LazyTensor
@@ -261,9 +257,7 @@ _BYTES = "base64"
 
 def is_nothing(place: Location) -> bool:
     """Returns True if nothing was saved yet: there is nothing, or an empty folder. Web servers cannot say."""
-    if isinstance(place, RemotePath):
-        return place.store.lists and not place.exists()
-    return not place.exists() or (place.is_dir() and not any(place.iterdir()))
+    return place.lists and (not place.exists() or (place.is_dir() and not any(place.iterdir())))
 
 
 def step_folders(folder: Location) -> list[tuple[int, Location]]:
@@ -279,8 +273,8 @@ def is_complete(step: Location) -> bool:
     index, single = (step / name for name in DECIDING)
     if not index.exists():
         return single.exists()
-    if isinstance(step, RemotePath):
-        return True  # it comes last
+    if step.remote:
+        return True  # savers write it last
     try:
         shards = set(weight_map(read_json_file(index), index).values())
     except CheckpointError:
@@ -297,17 +291,6 @@ def newest_step(folder: Location) -> Location | None:
                 return step
         seen, steps = steps, step_folders(folder)
     return None
-
-
-def place_of(path: Any, options: Mapping[str, Any] | None) -> Location:
-    """The place that a path or URL names; nothing need be there."""
-    if not isinstance(path, str | os.PathLike):
-        raise CheckpointError(f"expected a path or URL, text or a pathlib.Path; got {reprlib.repr(path)}")
-    if is_url(path):
-        return remote_path(cast(str, path), options)
-    if options:
-        raise CheckpointError(f"{os.fspath(path)}: storage_options are for URLs, found a path")
-    return Path(cast("str | os.PathLike[str]", path))
 
 
 def find_step(where: Location, step: int | None) -> Location | None:

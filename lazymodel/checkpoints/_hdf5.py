@@ -29,7 +29,7 @@ import ml_dtypes
 import numpy as np
 
 from lazymodel._errors import CheckpointError, required
-from lazymodel._remote.path import Location, RemoteFile, RemoteReader, source_of
+from lazymodel._remote.path import Location, RemoteFile
 from lazymodel._show.text import listed
 from lazymodel._tensors.boxes import Box, box_shape, intersect, shift, slabs
 from lazymodel._tensors.buffers import Steps, Workspace, assign
@@ -134,7 +134,7 @@ class H5File:
     """An HDF5 file, or a member of an archive, that is opened when needed."""
 
     def __init__(self, path: Location, base: int = 0, size: int | None = None) -> None:
-        self.source = source_of(path, base=base)  # for direct reads
+        self.source = path.reader(base=base)  # for direct reads
         self.size = self.source.size - base if size is None else size
         self._handle: Any = None
         self._lock = threading.Lock()
@@ -498,7 +498,7 @@ def open_hdf5(path: Location) -> Hdf5Checkpoint:
 
 def open_archive(path: Location) -> Checkpoint:
     """Opens the weights in a `.keras` archive, in place, where they are stored without compression."""
-    members = {info.filename: info for info in zip_directory(source_of(path), path, ".keras")}
+    members = {info.filename: info for info in zip_directory(path.reader(), path, ".keras")}
 
     def start(name: str) -> int:
         return stored_start(path, members[name], "Keras", "unpack the archive and open the file inside")
@@ -514,7 +514,7 @@ def open_archive(path: Location) -> Checkpoint:
     begin, size = start(name), members[name].file_size
     if size > MAX_JSON:
         raise mismatch(path, f"at most {MAX_JSON} bytes of {name}", size)
-    with Window(source_of(path), begin, size) as window:
+    with Window(path.reader(), begin, size) as window:
         shown = f"{path}:{name}"
         index = Index(shown, name, weight_map(read_json_object(window.read(), shown), shown), grouped=True)
     contents = Contents(path)
@@ -536,10 +536,10 @@ def _dataset_names(file: H5File) -> list[str]:
         ):
             root = file.open()
             widths = root.id.get_create_plist().get_sizes()
-            if isinstance(source := file.source, RemoteReader):
+            if file.source.remote:
                 address = import_h5py().h5o.get_info(root.id).addr
-                with RemoteFile(source.store, source.key) as remote:
-                    _fetch_groups(remote, source.base + root.userblock_size, address, widths)
+                with cast(RemoteFile, file.source.open_file()) as remote:
+                    _fetch_groups(remote, file.source.base + root.userblock_size, address, widths)
 
             def read(place: int, count: int) -> bytes:  # addresses count from the user block on
                 window.seek(root.userblock_size + place)

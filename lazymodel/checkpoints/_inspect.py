@@ -9,11 +9,10 @@ import reprlib
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from lazymodel._errors import LazyModelError, LazyModelWarning
-from lazymodel._remote.path import Location, RemotePath
+from lazymodel._remote.path import Location
 from lazymodel._show.table import Column, Report, Table, plain, shape_text
 from lazymodel._show.text import first_lines, format_bytes, plural, printable
 from lazymodel.checkpoints._checkpoint import Checkpoint
@@ -229,14 +228,12 @@ class _Inspection:
 
     def relative(self, path: str | Location) -> str:
         """A path relative to the checkpoint's folder where it is inside."""
-        if isinstance(self.root, RemotePath):
-            return str(path).removeprefix(f"{self.root}/")
-        inside = os.path.relpath(str(path), self.root)
+        inside = os.path.relpath(str(path), str(self.root))
         return str(path) if inside.split(os.sep)[0] == os.pardir else inside
 
     def size(self, file: str) -> int:
         """Bytes of a file; 0 where it is not there."""
-        where = self.root / self.relative(file) if isinstance(self.root, RemotePath) else Path(file)
+        where = self.root.named(file)
         return where.stat().st_size if where.is_file() else 0
 
     def verify(self) -> None:

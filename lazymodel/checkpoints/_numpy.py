@@ -11,7 +11,6 @@ import contextlib
 import functools
 import io
 import math
-import os
 import threading
 import warnings
 import zipfile
@@ -23,7 +22,7 @@ import ml_dtypes
 import numpy as np
 
 from lazymodel._errors import CheckpointError
-from lazymodel._remote.path import Location, RemotePath, fetch_heads, source_of
+from lazymodel._remote.path import Location, fetch_heads
 from lazymodel._tensors.byte_reader import ByteReader, reading
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.tensor_source import ArrayTensor, FileTensor
@@ -90,15 +89,7 @@ def open_npy_folder(folder: Location, names: Sequence[str]) -> NumpyCheckpoint:
 
 def npy_names(folder: Location) -> list[str]:
     """Paths of the `.npy` files in a folder and its folders, without the suffix; none that begins with a dot."""
-    if isinstance(folder, RemotePath):
-        found = folder.files_below() if folder.store.lists else []
-    else:
-        found = list[str]()
-        for inner, folders, names in os.walk(folder):
-            folders[:] = [name for name in folders if not name.startswith(".")]
-            found += [os.path.relpath(os.path.join(inner, name), folder).replace(os.sep, "/") for name in names]
-    hidden = [name for name in found if name.startswith(".") or "/." in name]
-    return sorted(name[:-4] for name in set(found).difference(hidden) if name.endswith(".npy"))
+    return sorted(name[:-4] for name in folder.files_below() if name.endswith(".npy") and "/." not in f"/{name}")
 
 
 def _open_files(path: Location, files: dict[str, Location]) -> NumpyCheckpoint:
@@ -106,7 +97,7 @@ def _open_files(path: Location, files: dict[str, Location]) -> NumpyCheckpoint:
     tensors: dict[str, LazyTensor] = {}
     for name, file in files.items():
         check_pointer(file)
-        source = source_of(file)
+        source = file.reader()
         with source.open_file() as stream:
             head = stream.read(_MAX_HEADER)
         tensors[name] = _array(name, str(file), head, source, 0, source.size)
@@ -116,7 +107,7 @@ def _open_files(path: Location, files: dict[str, Location]) -> NumpyCheckpoint:
 
 def open_npz(path: Location) -> NumpyCheckpoint:
     """Opens a `.npz` archive. Members that are not arrays, which `np.load` gives as bytes, are left out."""
-    source = source_of(path)
+    source = path.reader()
     tensors: dict[str, LazyTensor] = {}
     end = 0
     for info in sorted(zip_directory(source, path, ".npz"), key=lambda each: each.header_offset):

@@ -5,7 +5,6 @@ Finding the contents of a path collects all that is wrong with it: opening raise
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,11 +15,11 @@ from typing import Any, NamedTuple, TypeVar, cast
 from lazymodel._devices.collective import opening, run_store
 from lazymodel._errors import CheckpointError
 from lazymodel._extras import extra
-from lazymodel._remote.path import Location, RemotePath, matching
+from lazymodel._remote.hub import cached_commit, cached_snapshot, is_offline
+from lazymodel._remote.path import LocalPath, Location, RemotePath, location, matching
 from lazymodel._remote.requests import Unavailable
-from lazymodel._remote.store import cached_commit, cached_snapshot, is_offline
 from lazymodel._remote.url import is_url
-from lazymodel.checkpoints._checkpoint import Checkpoint, DecodedCheckpoint, decoded, newest_step, place_of
+from lazymodel.checkpoints._checkpoint import Checkpoint, DecodedCheckpoint, decoded, newest_step
 from lazymodel.checkpoints._hdf5 import open_archive, open_hdf5
 from lazymodel.checkpoints._numpy import EQUINOX, SAVE_EQUINOX, npy_names, open_npy, open_npy_folder, open_npz
 from lazymodel.checkpoints._orbax import OrbaxCheckpoint, find_item
@@ -190,10 +189,8 @@ def open_checkpoint(
                 return open_located(where)
             except CheckpointError:
                 # A bucket in which another checkpoint took its place meanwhile is looked at once more.
-                if not isinstance(where, RemotePath) or not where.store.lists:
-                    raise
-                now = cast(RemotePath, located(path, storage_options))
-                if _objects(now) == _objects(where):
+                now = where.anew()
+                if now == where or _fingerprints(now) == _fingerprints(where):
                     raise
             return open_located(now)
         with open_located(where) as unverified:
@@ -209,10 +206,9 @@ def open_checkpoint(
         return checkpoint
 
 
-def _objects(place: RemotePath) -> list[Any]:
-    """The objects in a bucket that are a checkpoint, with their versions."""
-    files = cast("Sequence[RemotePath]", weight_files(place) if place.is_dir() else [place])
-    return [(str(file), file.store.find(file.key)) for file in files]
+def _fingerprints(place: Location) -> list[tuple[str, str]]:
+    files = weight_files(place) if place.is_dir() else [place]
+    return [(str(file), file.fingerprint()) for file in files]
 
 
 def content_files(checkpoint: Checkpoint) -> list[str]:
@@ -233,35 +229,33 @@ def located(path: str | os.PathLike[str] | RemotePath, options: Mapping[str, Any
 
     If the local cache of the Hugging Face hub has all of it, that is the place.
     """
-    if isinstance(path, RemotePath):
-        return path
-    where = place_of(path, options)
-    if isinstance(where, Path):
-        return existing(path)
+    where = location(path, options)
+    if isinstance(where, LocalPath):
+        return existing(cast(Any, path))
     if (cached := cached_copy(where)) is not None:
         return cached.path
-    if where.store.lists and not where.exists():
+    if where.lists and not where.exists():
         raise CheckpointError(f"there is no checkpoint at {where}: the store has nothing there")
     return where
 
 
-def existing(path: str | os.PathLike[str]) -> Path:
+def existing(path: str | os.PathLike[str]) -> LocalPath:
     """A path at which something is; CheckpointError if nothing is, or what is there must not be looked at."""
     try:
         os.stat(path)
     except (OSError, ValueError) as error:  # a NUL in a name is a ValueError
-        old = staging_folder(Path(path)) / OLD
-        if not os.path.lexists(path) and os.path.isdir(old):
+        old = LocalPath(staging_folder(Path(path)) / OLD)
+        if not os.path.lexists(path) and old.is_dir():
             return old
         reason = (isinstance(error, OSError) and error.strerror) or error
         raise CheckpointError(f"there is no checkpoint at {os.fspath(path)}: {reason}") from error
-    return Path(path)
+    return LocalPath(path)
 
 
 class CachedCopy(NamedTuple):
     """A path in the local cache of the Hugging Face hub; `offline` is True if the hub cannot be reached."""
 
-    path: Path
+    path: LocalPath
     offline: bool
 
 
@@ -304,9 +298,9 @@ def _named(folder: Location) -> Sequence[Location]:
     return weight_files(folder) or model_weights(folder)
 
 
-def _in_snapshot(snapshot: Path | None, key: str) -> Path | None:
+def _in_snapshot(snapshot: Path | None, key: str) -> LocalPath | None:
     """A place in a snapshot of a repository, if all weights that belong to it are there."""
-    if snapshot is None or not (where := snapshot / key).exists():
+    if snapshot is None or not (where := LocalPath(snapshot / key)).exists():
         return None
     try:
         there = _named(where) if where.is_dir() else [where]
@@ -357,7 +351,7 @@ def find_contents(where: Location) -> Contents:
     Raises:
         CheckpointError: Nothing in a folder is a checkpoint.
     """
-    return _settled(lambda: _entries(where), lambda _: _find_contents(where))
+    return _settled(where.state, lambda _: _find_contents(where))
 
 
 def _settled(state: Callable[[], T], look: Callable[[T], Contents]) -> Contents:
@@ -375,14 +369,6 @@ def _settled(state: Callable[[], T], look: Callable[[T], Contents]) -> Contents:
         for part, _ in found.parts:
             part.close()
     return look(state())
-
-
-def _entries(where: Location) -> set[tuple[str, int]]:
-    """Names in a folder on a disk, each with the identity of its file: a saver brings other files."""
-    if isinstance(where, Path):
-        with contextlib.suppress(OSError), os.scandir(where) as entries:
-            return {(entry.name, entry.inode()) for entry in entries}
-    return set()
 
 
 def _find_contents(where: Location) -> Contents:
@@ -452,7 +438,7 @@ def _without_weight_files(where: Location) -> Contents:
             found.format = "pytorch"
             found.add_loose(files, PyTorchFile)
             return found
-        if isinstance(where, RemotePath) and not where.store.lists:
+        if not where.lists:
             raise CheckpointError(
                 f"cannot read {where}: the server answers 404 (not found), or with a page, for it and for the files of "
                 "a checkpoint's folder below it. Check the address; web servers list no folders: give that of a file"

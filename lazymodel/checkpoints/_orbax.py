@@ -34,7 +34,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from lazymodel._errors import CheckpointError, required, warn
-from lazymodel._remote.path import Location, RemotePath, kvstore, source_of
+from lazymodel._remote.path import Location
 from lazymodel._show.text import listed
 from lazymodel._tensors.boxes import Box, box_shape, shift
 from lazymodel._tensors.buffers import Steps, Workspace, assign
@@ -347,7 +347,7 @@ class OrbaxCheckpoint(Checkpoint):
     def __init__(self, path: Location, item: Location) -> None:
         tree, files = read_tree(item), files_inside(item)
         self.item, self._places = str(item), [item / name for name in files]
-        self._remote, ocdbt = isinstance(item, RemotePath), (item / MANIFEST).exists()
+        self._remote, ocdbt = item.remote, (item / MANIFEST).exists()
         needs_index = (tree and tree.fields.get("use_ocdbt")) or any(name.startswith(_PROCESS) for name in files)
         if tree is not None and not tree.stores_arrays:
             if not tree.empty:
@@ -358,7 +358,7 @@ class OrbaxCheckpoint(Checkpoint):
             raise mismatch(item, f"{MANIFEST}, the index of its arrays,", "none", fix)
         if ocdbt:
             check_pointer(item / MANIFEST)
-        ts, base = _tensorstore(), kvstore(item)
+        ts, base = _tensorstore(), item.kvstore()
         # Nothing is cached but OCDBT's own nodes: every decoded chunk is the memory of the read that needs it.
         self._context = ts.Context(
             {
@@ -389,7 +389,7 @@ class OrbaxCheckpoint(Checkpoint):
         self._stored = {name: (stored, arrays[stored]) for name, stored in tree.names(item, arrays).items()}
         self._complete = bool(tree.fields.get("store_array_data_equal_to_fill_value", False))
         first = [item / MANIFEST, item / METADATA, *self._places]
-        self._source = source_of(next(file for file in first if file.exists()))
+        self._source = next(file for file in first if file.exists()).reader()
         if not ocdbt:  # whose manifest names files that are written once
             self._source.fingerprint = self._fingerprint
         super().__init__(path, [*self._stored, *tree.empty], [self._source])
@@ -473,11 +473,7 @@ class OrbaxCheckpoint(Checkpoint):
         """A fingerprint of the files, as `ByteReader.fingerprint`."""
         digest = hashlib.blake2b(digest_size=8)
         for place in self._places:
-            known = place.store.known(place.key) if isinstance(place, RemotePath) else None
-            if known is not None and known.etag is not None:
-                digest.update(f"{known.size} {known.etag}\0".encode())
-            else:
-                digest.update(source_of(place).fingerprint(max(count // len(self._places), 1)).encode())
+            digest.update(f"{place.fingerprint(max(count // len(self._places), 1))}\0".encode())
         return f"{len(self._places)} files, sampled content {digest.hexdigest()}"
 
     def close(self) -> None:

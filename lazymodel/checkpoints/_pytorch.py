@@ -15,14 +15,13 @@ import pickletools
 import reprlib
 import zipfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import ml_dtypes
 import numpy as np
 
 from lazymodel._errors import CheckpointError
-from lazymodel._remote.path import Location, RemoteFile, RemoteReader, matching, source_of
+from lazymodel._remote.path import Location, location, matching
 from lazymodel._show.text import listed
 from lazymodel._tensors.boxes import c_strides
 from lazymodel._tensors.byte_reader import ByteReader
@@ -151,7 +150,7 @@ class PyTorchFile(Checkpoint):
             pickled = head.startswith(b"\x80")
             found = "a pickle alone, as before that" if pickled else f"{head[:8]!r} as its first bytes"
             raise mismatch(path, "the zip archive that torch.save writes since PyTorch 1.6", found, _CONVERT)
-        self.source = source_of(path)
+        self.source = path.reader()
         members, root = _members(self.source, path)
         if members.get(f"{root}byteorder") and _read(self.source, path, members[f"{root}byteorder"]) != b"little":
             raise mismatch(path, "little-endian values", "big-endian ones", _CONVERT)
@@ -201,7 +200,7 @@ def in_place_of(name: str, folder: Location) -> Location | None:
 
 def is_loose_shard(path: str | Location) -> bool:
     """Returns True for a numbered file of a folder without an index."""
-    file = Path(path) if isinstance(path, str) else path
+    file = location(path)
     return is_numbered(file.name) and not any(True for _ in file.parent.glob("*.index.json"))
 
 
@@ -252,12 +251,7 @@ def _starts(
     for first in range(0, len(needed), _HEADERS):
         some = needed[first : first + _HEADERS]
         infos = [members.get(f"{root}data/{storage.key}") for storage in some]
-        if isinstance(source, RemoteReader):
-            headers = [(info.header_offset, info.header_offset + LOCAL_HEADER) for info in infos if info]
-            with RemoteFile(source.store, source.key) as remote:
-                inside = (span for span in sorted(headers) if span[0] >= 0 and span[1] <= source.size)
-                if wanted := [span for span in inside if remote.kept(*span) is None]:
-                    remote.fetch_ahead(wanted)
+        source.fetch_ahead([(info.header_offset, info.header_offset + LOCAL_HEADER) for info in infos if info])
         for storage, info in zip(some, infos, strict=True):
             what = f"{root}data/{short(storage.key)}"
             if info is None:

@@ -15,18 +15,18 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import re
 import reprlib
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import ml_dtypes
 import numpy as np
 
 from lazymodel._errors import CheckpointError, LazyModelError
-from lazymodel._remote.path import Location, fetch_heads, matching, source_of
+from lazymodel._remote.path import Location, fetch_heads, location, matching
 from lazymodel._show.text import LISTED, first_lines, grouped_by, listed, plural
 from lazymodel._tensors.buffers import ML_NUMBERS, Workspace
 from lazymodel._tensors.byte_reader import ByteReader, reading
@@ -224,9 +224,9 @@ class SafetensorsFile(Checkpoint):
     format = "safetensors"
 
     def __init__(self, path: str | Location) -> None:
-        path = Path(path) if isinstance(path, str) else path
+        path = location(path)
         check_pointer(path)
-        self.source = source_of(path)
+        self.source = path.reader()
         data = _read(self.source)
         super().__init__(path, self._checked(data), [self.source])
 
@@ -399,8 +399,9 @@ class Contents:
                     opened[path] = open(path)
                 elif path.exists():
                     raise mismatch(path, what, "a folder, a pipe or a device", HOSTILE)
-                elif isinstance(path, Path) and path.is_symlink():
-                    raise mismatch(path, what, f"a link to {path.readlink()}, which is not there", "download it too")
+                elif path.is_symlink():
+                    there = f"a link to {os.readlink(str(path))}, which is not there"
+                    raise mismatch(path, what, there, "download it too")
                 else:
                     raise mismatch(path, what, "no such file", "download it too")
         return opened

@@ -14,14 +14,13 @@ import reprlib
 import stat
 import zipfile
 from collections.abc import Generator, Sequence
-from pathlib import Path
 from typing import Any, TypeGuard, cast
 
 import ml_dtypes
 import numpy as np
 
 from lazymodel._errors import CheckpointError
-from lazymodel._remote.path import Location, RemotePath
+from lazymodel._remote.path import Location
 from lazymodel._remote.url import is_url
 from lazymodel._show.text import format_bytes, listed
 from lazymodel._tensors.byte_reader import ByteReader, Seekable, reading
@@ -159,38 +158,23 @@ def indexed_shards(index: Location) -> list[Location]:
     return list(shards)
 
 
-def leads_out(path: Path, root: Path) -> Path | None:
-    """Where a path leads through links, if neither into a resolved folder nor to the blobs of its Hugging Face cache.
-
-    Fails with OSError or RuntimeError where the links form a circle, or it cannot be a path.
-    """
-    # The cache's links are `snapshots/<revision>/x -> ../../blobs/<hash>`.
-    target = path.resolve()
-    blobs = (parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")
-    return None if any(target.is_relative_to(folder) for folder in (root, *blobs)) else target
-
-
 def shard_path(index: Location, shard: Any) -> Location:
-    """The path of a shard that an index names: in the index's own folder, and nowhere else (see `leads_out`)."""
+    """The path of a shard that an index names: in the index's own folder, and nowhere else."""
     if not isinstance(shard, str) or not shard or "\0" in shard:
         raise mismatch(index, "a shard's file name", reprlib.repr(shard))
     parts = shard.replace("\\", "/").split("/")
     if is_url(shard) or not parts[0] or ".." in parts:
         raise mismatch(index, "shards inside its folder", repr(shard), HOSTILE)
-    folder = index.parent
-    if isinstance(folder, RemotePath):
-        return folder / shard  # stores have no links
-    path = folder / shard
+    path = index.parent / shard
     try:
         if len(shard) > _MAX_PATH:
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
-        is_link = stat.S_ISLNK(path.lstat().st_mode)
-        target = leads_out(path, folder.resolve()) if is_link or path.parent != folder else None
+        target = path.leads_out(index.parent)
     except (FileNotFoundError, NotADirectoryError):
         return path
     except (OSError, RuntimeError) as error:
         raise mismatch(index, "a shard's file name", f"{reprlib.repr(shard)} ({error})") from error
-    if target is not None:
+    if target:
         found = f"{shard!r}, which is a symbolic link to {target}"
         raise mismatch(index, "shards inside its folder", found, "copy the file into the folder if that is meant")
     return path
@@ -205,22 +189,15 @@ def require_shards(index: Location, paths: Sequence[Location]) -> None:
 
 def files_inside(folder: Location) -> list[str]:
     """Paths in a folder of all its files, with slashes; raises for anything but files, and for links that lead out."""
-    if isinstance(folder, RemotePath):
-        return folder.files_below()
-    root = folder.resolve()
-    files: list[str] = []
-    for inner, folders, names in os.walk(folder):
-        for name in (*folders, *names):
-            path = Path(inner, name)
-            try:
-                if path.is_symlink() and ((target := leads_out(path, root)) or path.is_dir()):
-                    found = f"a symbolic link to {target or path.resolve()}"
-                    raise mismatch(path, "a file in the checkpoint's folder", found, "copy what it links to if meant")
-                if not stat.S_ISREG(mode := path.stat().st_mode) and not stat.S_ISDIR(mode):
-                    raise mismatch(path, "a file", "a pipe or a device", HOSTILE)
-            except (OSError, RuntimeError) as error:
-                raise CheckpointError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from error
-        files += [os.path.relpath(os.path.join(inner, name), folder).replace(os.sep, "/") for name in names]
+    files = folder.files_below()
+    for path in (folder / name for name in files):
+        try:
+            target = path.is_symlink() and path.leads_out(folder)
+            found = f"a symbolic link to {target}" if target else path.irregular()
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from error
+        if found:
+            raise mismatch(path, "a file in the checkpoint's folder", found, "copy what it links to if meant")
     return files
 
 

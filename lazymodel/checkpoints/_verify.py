@@ -19,13 +19,12 @@ import os
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from lazymodel._errors import CheckpointError, LazyModelError
-from lazymodel._remote.path import Location, RemotePath, reading_ahead, source_of
+from lazymodel._remote.path import LocalPath, Location, location, reading_ahead
 from lazymodel._show.text import first_lines, listed
 from lazymodel._tensors.buffers import parallel
 from lazymodel._tensors.byte_reader import VERIFIED, ByteReader, reading
@@ -35,13 +34,11 @@ Verify = bool | str | os.PathLike[str] | Mapping[str, str]
 """Values of `verify=`: True for the hashes that the folder states, a manifest's path, or name → hash."""
 
 MAX_MANIFEST = 16 << 20  # bytes; a hundred thousand files are below this
-_MAX_METADATA = 4 << 10  # bytes; three short lines
 _MAX_THREADS = 8  # SHA-256 takes 1 to 2 GB/s a core, so that more would wait for the disk
 _PIECE = 1 << 20  # bytes hashed at a time
 
 _HEX_DIGITS = {"md5": 32, "sha1": 40, "sha256": 64, "sha512": 128, "git-sha1": 40}
 _BY_LENGTH = {32: "md5", 40: "sha1", 64: "sha256", 128: "sha512"}  # as manifests mean it
-_BY_ETAG_LENGTH = {40: "git-sha1", 64: "sha256"}  # as the hub means it: git's blob id, or the LFS object's hash
 
 _GIVEN = re.compile(r"(?:([a-z0-9-]+):)?([0-9A-Fa-f]+)")
 _MANIFEST = re.compile(r"(?:(md5|sha1|sha256|sha512)sums?|checksums?)(?:\.txt)?", re.IGNORECASE)
@@ -95,7 +92,7 @@ def mismatches(
     """Reads files, and adds them to `sources`; for each that has another hash than stated, a message that says so."""
     stop = threading.Event()
     sources = {} if sources is None else sources
-    sources.update({file: source_of(_place(file, root)) for file in hashes})
+    sources.update({file: location(root).named(file).reader() for file in hashes})
     threads = max(min(len(sources), os.cpu_count() or 1, _MAX_THREADS), 1)
     problems: dict[str, str] = {}
     ranges = [(source, np.array([(0, source.size)], np.int64)) for source in sources.values()]
@@ -153,48 +150,36 @@ def no_hash(files: Sequence[str], against: Verify) -> str:
 
 def stated_hashes(files: Sequence[str], against: Verify, root: Any) -> dict[str, list[Hash]]:
     """The hashes stated for each file, none where nobody states one; arguments as of `verify_files`."""
-    places = {file: _place(file, root) for file in files}
-    root = root if isinstance(root, RemotePath) else Path(os.path.abspath(root))
+    root = location(root).absolute()
+    places = {file: root.named(file).absolute() for file in files}
     if against is not True:
         stated = _given(against, root)
-        return {file: stated.get(_key(place), []) for file, place in places.items()}
-    if isinstance(root, RemotePath):
-        hub = root.store.hashes()
-        found = {file: hub.get(cast(RemotePath, place).key) for file, place in places.items()}
-        hashes = {file: [Hash(*known, "the hub")] if known else [] for file, known in found.items()}
-    else:
-        hashes = {file: [*_from_cache(_key(place)), *_from_download(_key(place))] for file, place in places.items()}
+        return {file: stated.get(place.identity, []) for file, place in places.items()}
+    hashes = {
+        file: [hash for algorithm, digits, source in place.published() for hash in _parse(digits, algorithm, source)]
+        for file, place in places.items()
+    }
     manifests: dict[Location, dict[str, list[Hash]]] = {}
     for file, place in places.items():
-        parents = list((place if isinstance(place, RemotePath) else Path(_key(place))).parents)
+        parents: list[Location] = list(place.parents)
         for folder in parents[: parents.index(root) + 1] if root in parents else parents[:1]:
             if folder not in manifests:
                 manifests[folder] = stated = {}
                 for manifest in _manifests_in(folder, files):
-                    for key, found in _read_manifest(manifest, _key(folder)).items():
+                    for key, found in _read_manifest(manifest, folder.identity).items():
                         stated.setdefault(key, []).extend(found)
-            hashes[file] += manifests[folder].get(_key(place), [])
+            hashes[file] += manifests[folder].get(place.identity, [])
     return {file: list({hash[:2]: hash for hash in reversed(found)}.values())[::-1] for file, found in hashes.items()}
 
 
-def _place(file: str, root: Any) -> Location:
-    """Where a file is that is named as messages show it."""
-    return root / file.removeprefix(f"{root}/") if isinstance(root, RemotePath) else Path(file)
-
-
-def _key(place: Location) -> str:
-    """The name of a place for comparisons: its absolute path, or its key in its store after a slash."""
-    return f"/{place.key}" if isinstance(place, RemotePath) else os.path.abspath(place)
-
-
 def _in(folder: str, name: str) -> str:
-    """The key of a name in a folder."""
+    """The identity of what has a name in a folder."""
     # Without the check, Python 3.11's normpath ends a name at its first NUL.
     return name if "\0" in name else os.path.normpath(os.path.join(folder, name))
 
 
 def _given(against: Any, root: Location) -> dict[str, list[Hash]]:
-    """Key → the hashes that a mapping, or a manifest on disk, states for it."""
+    """Identity of a file → the hashes that a mapping, or a manifest on disk, states for it."""
     stated: dict[str, list[Hash]] = {}
     if isinstance(against, Mapping):
         for name, text in cast("Mapping[str, Any]", against).items():
@@ -203,42 +188,22 @@ def _given(against: Any, root: Location) -> dict[str, list[Hash]]:
             if not found:
                 expected = f"a hash for {name!r} such as 'sha256:<64 hex digits>' (also {', '.join(_HEX_DIGITS)})"
                 raise mismatch("verify", expected, repr(text), "copy it from whoever published the file")
-            stated.setdefault(_in(_key(root), name), []).extend(found)
+            stated.setdefault(_in(root.identity, name), []).extend(found)
     elif isinstance(against, str | os.PathLike):
-        manifest = Path(cast(str, against))
+        manifest = LocalPath(cast(str, against))
         if not os.path.isfile(manifest):
             raise CheckpointError(f"verify: expected a manifest of file hashes at {manifest}, found no such file")
         # Relative to its own folder, or kept elsewhere with the names that the files have in their own folder.
-        for folder in dict.fromkeys((_key(root), os.path.abspath(manifest.parent))):
+        for folder in dict.fromkeys((root.identity, manifest.parent.identity)):
             stated.update(_read_manifest(manifest, folder))
     else:
         raise LazyModelError(f"verify is True, False, the path of a manifest, or a mapping of hashes; got {against!r}")
     return stated
 
 
-def _from_cache(path: str) -> list[Hash]:
-    """From the name of the blob that a file in a cache's `snapshots/<revision>/` links to."""
-    folder, name = os.path.split(os.path.realpath(path))
-    if os.path.basename(folder) != "blobs" or not os.path.isdir(os.path.join(os.path.dirname(folder), "snapshots")):
-        return []
-    return _parse(name, _BY_ETAG_LENGTH.get(len(name)), f"the name of its Hugging Face blob, {folder}/{name},")
-
-
-def _from_download(path: str) -> list[Hash]:
-    """From `<folder>/.cache/huggingface/download/<name>.metadata`: lines of commit, ETag and time."""
-    for parent in Path(path).parents:
-        metadata = parent / ".cache" / "huggingface" / "download" / f"{os.path.relpath(path, parent)}.metadata"
-        if os.path.isfile(metadata):  # which, unlike pathlib's, does not raise where the name gets too long
-            with reading(metadata), open(metadata, "rb") as stream:
-                lines = stream.read(_MAX_METADATA).decode(errors="replace").split("\n")
-            etag = lines[1].strip() if len(lines) > 1 else ""
-            return _parse(etag, _BY_ETAG_LENGTH.get(len(etag)), str(metadata))
-    return []
-
-
 def _manifests_in(folder: Location, files: Sequence[str]) -> Iterator[Location]:
     """The manifests in a folder, as far as they are named as such."""
-    if isinstance(folder, RemotePath) and not folder.store.lists:
+    if not folder.lists:
         names = [*_MANIFESTS, *(f"{os.path.basename(file)}.sha256" for file in files)]
     else:
         with reading(folder, "list"):
@@ -248,7 +213,7 @@ def _manifests_in(folder: Location, files: Sequence[str]) -> Iterator[Location]:
 
 
 def _read_manifest(manifest: Location, folder: str) -> dict[str, list[Hash]]:
-    """Key → hashes that a manifest states; its names are relative to the folder of a key."""
+    """Identity of a file → hashes that a manifest states; its names are relative to the folder of an identity."""
     # Lines that state no hash (comments, signatures, other algorithms) are passed over, as `sha256sum --check` does.
     text = os.fsdecode(read_at_most(manifest, MAX_MANIFEST, "a manifest"))
     own = _MANIFEST.fullmatch(manifest.name)

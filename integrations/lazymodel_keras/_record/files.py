@@ -31,7 +31,7 @@ import keras
 import numpy as np
 
 from lazymodel import Checkpoint, CheckpointError, LazyTensor, open_checkpoint
-from lazymodel._remote.path import Location, RemoteFile, RemotePath, matching, remote_path
+from lazymodel._remote.path import LocalPath, Location, RemoteFile, RemotePath, location, matching
 from lazymodel._remote.url import is_supported, is_url, shown
 from lazymodel._show.text import format_bytes
 from lazymodel.checkpoints import SafetensorsFile
@@ -161,7 +161,7 @@ class RemoteFiles:
             if cls is not None:
                 folder.choose(cls)
         elif url not in self._folders:
-            where = remote_path(url, self.options)
+            where = location(url, self.options)
             self._folders[url] = self._folders[name] = _Folder(where, self._own_folder(), cached_copy(where))
         return name
 
@@ -263,7 +263,7 @@ def open_decoded(path: str | RemotePath) -> DecodedCheckpoint | None:
 
     Raises CheckpointError for an unknown kind of quantization.
     """
-    where = Path(path) if isinstance(path, str) else path
+    where = location(path)
     config = folder_config(where.parent)
     found = find_config(config, str(where.parent / CONFIG))
     if found is None or (config.get("model_type"), found.method) in _BY_CONVERTER:
@@ -276,7 +276,7 @@ def open_decoded(path: str | RemotePath) -> DecodedCheckpoint | None:
 
 def whole(path: str | RemotePath) -> Checkpoint:
     """The checkpoint in the folder of a file; that of the file if it does not belong to it."""
-    where = Path(path) if isinstance(path, str) else path
+    where = location(path)
     checkpoint = open_located(where.parent)
     return checkpoint if str(where) in content_files(checkpoint) else open_located(where)
 
@@ -290,7 +290,7 @@ def checkpoint_files(path: str) -> list[str]:
     if path.endswith((".gguf", *_TORCH)) or is_loose_shard(path):
         with whole(path) as checkpoint:
             return content_files(checkpoint)
-    folder = Path(path).parent
+    folder = LocalPath(path).parent
     for index in (*matching(folder, "*.safetensors.index.json"), *matching(folder, "*.weights.json")):
         shards = indexed_shards(index)
         if Path(path) in shards:
@@ -422,7 +422,7 @@ def _list_tensors(recording: Any, original: Any, self: Any, *args: Any, **kwargs
     if (index := self.safetensor_config) is None:
         return
     path = recording.remote.location(os.fspath(_upstream.index_of(self)))
-    if (whole := recording.decoded(path if isinstance(path, RemotePath) else str(Path(path)))) is not None:
+    if (whole := recording.decoded(path)) is not None:
         any_shard = next(iter(index["weight_map"].values()))
         self.safetensor_config = {**index, "weight_map": dict.fromkeys(whole, any_shard)}
 
@@ -442,7 +442,7 @@ def _find_alias(recording: Any, original: Any, self: Any, name: str) -> Any:
 def _get_file(recording: Any, original: Any, preset: Any, path: Any) -> Any:
     if recording.remote.holds(preset):
         return recording.remote.file(preset, path)
-    file = in_place_of(path, Path(preset)) if os.path.isdir(preset) else None
+    file = in_place_of(path, LocalPath(preset)) if os.path.isdir(preset) else None
     return original(preset, path) if file is None else str(file)
 
 

@@ -17,7 +17,6 @@ import time
 import weakref
 from collections import ChainMap
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
@@ -25,7 +24,7 @@ import keras
 import numpy as np
 
 from lazymodel import Adapter, Checkpoint, CheckpointError, LazyModelError, LazyTensor, merge
-from lazymodel._remote.path import Location, RemotePath
+from lazymodel._remote.path import Location, RemotePath, location
 from lazymodel._tensors.byte_reader import FileReader
 from lazymodel._tensors.casting import SAFE, UNSAFE, check_mode, converted, refusal
 from lazymodel._tensors.lazy import lazy, left_over
@@ -204,14 +203,14 @@ class Recording:
         name = name or str(where)
         if name not in self.files:
             self.check_content(where)
-            self.files[name] = OpenedFile(opener(where), Path(where) if isinstance(where, str) else where)
+            self.files[name] = OpenedFile(opener(where), location(where))
         return self.files[name]
 
     def decoded(self, path: str | RemotePath) -> Checkpoint | None:
         """The checkpoint in the folder of a file, opened once, if it is quantized or an adapter is merged into it;
         otherwise None.
         """
-        folder = str((Path(path) if isinstance(path, str) else path).parent)
+        folder = str(location(path).parent)
         if folder not in self._decoded:
             try:
                 self._decoded[folder] = found = open_decoded(path)

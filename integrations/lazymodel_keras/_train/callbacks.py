@@ -21,11 +21,11 @@ import keras
 
 import lazymodel
 from lazymodel import CheckpointError, LazyModelError, open_checkpoint, save_step
-from lazymodel._remote.path import RemotePath
+from lazymodel._remote.path import RemotePath, location
 from lazymodel._remote.url import is_url, shown
 from lazymodel._save.remote import check_writable
 from lazymodel._show.text import listed
-from lazymodel.checkpoints._checkpoint import KEY, described, is_nothing, place_of, read_described
+from lazymodel.checkpoints._checkpoint import KEY, described, is_nothing, read_described
 from lazymodel.checkpoints._open import located
 from lazymodel.checkpoints._untrusted import read_json_file, read_json_object
 from lazymodel_keras import _upstream
@@ -80,7 +80,7 @@ class TrainingCheckpoint(_Stock):
                 f"Keras {keras.__version__} has no keras.callbacks.OrbaxCheckpoint; upgrade it: pip install -U keras"
             )
         where = os.path.expanduser(os.fspath(directory))
-        place = where if is_url(where) and not has_obstore() else place_of(where, storage_options)
+        place = where if is_url(where) and not has_obstore() else location(where, storage_options)
         if isinstance(place, RemotePath):
             check_writable(place)
             # The stock callback creates an Orbax checkpointer at once, which only takes a folder on a disk. Nothing is
@@ -334,7 +334,7 @@ def training_state(
         2
     """
     text = os.path.expanduser(os.fspath(path))
-    if is_nothing(place_of(text, storage_options)):
+    if is_nothing(location(text, storage_options)):
         return None
     where = located(text, storage_options)
     with open_checkpoint(cast(Any, where)) as checkpoint:

@@ -17,7 +17,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar, Unpack, cast, overload
 
 import keras
@@ -25,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from lazymodel import AbstractModel, AbstractVariable, CheckpointError, Compile, LazyModelError, open_checkpoint
 from lazymodel._errors import warn
-from lazymodel._remote.path import Location, RemotePath
+from lazymodel._remote.path import Location, RemotePath, location
 from lazymodel._show.progress import Span
 from lazymodel._show.text import closest, folded_names, listed, plural
 from lazymodel._tensors.casting import SAFE, UNSAFE, check_mode, weights
@@ -224,7 +223,7 @@ def read_state(
             f"cannot restore {path} into {name!r}: it has no variables yet. Build it first, with "
             "model.build(input_shape) or by calling it on data."
         )
-    where = Path(path) if isinstance(path, str) else path
+    where = location(path)
     if not where.exists():
         raise CheckpointError(f"checkpoint {path} does not exist")
     if where.is_dir() and (where / "model.weights.h5").exists():
@@ -248,7 +247,7 @@ def read_state(
 
 def is_orbax(path: Any) -> bool:
     """Returns True for a folder in which stock Keras looks for an Orbax checkpoint, as it is not a saved model."""
-    where = path if isinstance(path, RemotePath) else Path(path)
+    where = location(path)
     return where.is_dir() and not (where / "config.json").exists()
 
 
@@ -287,10 +286,7 @@ def model_from_orbax(
 
 def step_folder(where: str | Location, inside: str) -> Location:
     """The folder of a step: the parent of `inside`, which was found at or below `where`."""
-    if not isinstance(where, RemotePath):
-        return Path(inside).parent
-    below = inside.removeprefix(str(where)).strip("/")
-    return (where / below if below else where).parent
+    return location(where).named(inside).parent
 
 
 # Models ---------------------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ import numpy as np
 from lazymodel import AbstractModel, LazyModelError, Progress, save
 from lazymodel._errors import warn
 from lazymodel._mapping.match import lazy_values
-from lazymodel._remote.path import matching
+from lazymodel._remote.path import LocalPath, matching
 from lazymodel._save.atomic import carry_over, staging, writing
 from lazymodel._save.destination import Destination, SavedFile, check_room, old_files
 from lazymodel._save.hdf5 import replace_keras_shards, reserving_properties
@@ -220,7 +220,7 @@ def outdated_of_preset(path: Path, new: Path) -> list[str]:
     written = set(os.listdir(new))
     names: list[str] = []
     if written & {_WEIGHTS, _SHARDS}:
-        names += [_WEIGHTS, _SHARDS, *(shard.name for shard in matching(path, "model_*.weights.h5"))]
+        names += [_WEIGHTS, _SHARDS, *(shard.name for shard in matching(LocalPath(path), "model_*.weights.h5"))]
     return [*names, "task.weights.h5"] if "task.json" in written else names
 
 

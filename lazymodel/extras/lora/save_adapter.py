@@ -12,7 +12,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from pathlib import Path
 from typing import Any, cast
 
 import jax
@@ -25,6 +24,7 @@ from lazymodel._devices.collective import agreement
 from lazymodel._errors import LazyModelError, warn
 from lazymodel._mapping.pairs import LowRank, of_rank
 from lazymodel._mapping.table import WeightMap
+from lazymodel._remote.path import LocalPath
 from lazymodel._remote.url import is_url
 from lazymodel._save.atomic import carry_over, writing
 from lazymodel._save.destination import SavedFile, SaveOptions, WholeFolder, layout
@@ -117,7 +117,7 @@ def save_adapter(
             f"save_adapter: {tied[0]!r} is also the output projection. PEFT's models compute with its pair in both "
             "places, but merge_and_unload adds it twice; lm.merge adds it once"
         )
-    write_to(lambda: _AdapterFolder(Path(folder), tensors, config, options), held, options, overwrite=overwrite)
+    write_to(lambda: _AdapterFolder(LocalPath(folder), tensors, config, options), held, options, overwrite=overwrite)
     return errors
 
 
@@ -138,15 +138,15 @@ class _AdapterFolder(WholeFolder):
     """A folder with an adapter; its other files stay."""
 
     def __init__(
-        self, path: Path, tensors: dict[str, LazyTensor], config: Mapping[str, Any], options: SaveOptions
+        self, path: LocalPath, tensors: dict[str, LazyTensor], config: Mapping[str, Any], options: SaveOptions
     ) -> None:
         (file,) = layout(tensors, None, options.metadata, "")
         text = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
         files = [dataclasses.replace(file, name=FILES[0]), SavedFile(CONFIG, text, (), len(text))]
-        super().__init__(Path(os.path.realpath(path)), files)
+        super().__init__(LocalPath(os.path.realpath(path)), files)
         check_budget(files, options.budget)
 
-    def _there(self) -> Path | None:
+    def _there(self) -> LocalPath | None:
         return next((self.path / name for name in (CONFIG, *FILES) if (self.path / name).exists()), None)
 
     def commit(self) -> None:

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn, cast
 import numpy as np
 
 from lazymodel._errors import CheckpointError
-from lazymodel._remote.path import Location, fetch_heads, source_of
+from lazymodel._remote.path import Location, fetch_heads
 from lazymodel._show.text import plural
 from lazymodel._tensors.byte_reader import ByteReader, reading
 from lazymodel._tensors.lazy import LazyTensor
@@ -259,7 +259,7 @@ class GgufFile(Checkpoint):
 
     def __init__(self, path: Location) -> None:
         check_pointer(path)
-        self.source = source_of(path)
+        self.source = path.reader()
         self.whole: Checkpoint = self  # all files of the model
         self.metadata, self._tensors_there = _read_header(self.source)
         super().__init__(path, list(self._tensors_there), [self.source])
