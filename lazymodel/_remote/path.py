@@ -95,7 +95,7 @@ class RemoteFile(Seekable):
 
     def fetch_ahead(self, spans: Sequence[tuple[int, int]]) -> int:
         """Prefetches ranges of the file that will be read, many at a time. Returns the number of bytes fetched."""
-        blocks = np.array([(start // BLOCK, -(-stop // BLOCK)) for start, stop in spans], np.int64)
+        blocks = np.array([(start // BLOCK, -(-stop // BLOCK)) for start, stop in spans], np.int64).reshape(-1, 2)
         # In blocks: every request starts at the beginning of one.
         ranges = np.minimum(requests_for(blocks, gap=1, longest=_LONGEST // BLOCK) * BLOCK, self.size)
         with ReadAhead([(self, ranges)], gap=0) as ahead:

@@ -245,7 +245,7 @@ def existing(path: str | os.PathLike[str]) -> LocalPath:
         os.stat(path)
     except (OSError, ValueError) as error:  # a NUL in a name is a ValueError
         old = LocalPath(staging_folder(Path(path)) / OLD)
-        if not os.path.lexists(path) and old.is_dir():
+        if not os.path.lexists(path) and os.path.isdir(old):  # unlike pathlib's, it takes any name
             return old
         reason = (isinstance(error, OSError) and error.strerror) or error
         raise CheckpointError(f"there is no checkpoint at {os.fspath(path)}: {reason}") from error

@@ -162,6 +162,7 @@ class RemoteFiles:
                 folder.choose(cls)
         elif url not in self._folders:
             where = location(url, self.options)
+            assert isinstance(where, RemotePath)
             self._folders[url] = self._folders[name] = _Folder(where, self._own_folder(), cached_copy(where))
         return name
 

@@ -303,7 +303,10 @@ def save_preset(
 
     def export(new: Path) -> None:
         tensors = _exported(result, values, new)
-        if read_json_file(new / "config.json").get("tie_word_embeddings") is False and "lm_head.weight" not in tensors:
+        if (
+            read_json_file(LocalPath(new) / "config.json").get("tie_word_embeddings") is False
+            and "lm_head.weight" not in tensors
+        ):
             warn(
                 f"{path}: {type(result).__name__} is saved without its output projection 'lm_head.weight', and "
                 "transformers gives a language model of this folder random numbers for it. Save the task instead"
@@ -313,7 +316,7 @@ def save_preset(
     if to == "preset":
         save_folder(preset, folder, outdated_of_preset)
     else:
-        save_folder(export, folder, lambda path, new: old_files(path))
+        save_folder(export, folder, lambda path, new: old_files(LocalPath(path)))
 
 
 def _unfilled(abstract: Any) -> tuple[Any, list[tuple[Any, LazyTensor]]]:
@@ -340,7 +343,7 @@ class _Reserved(Destination):
         files = {
             str(file.relative_to(new)): sorted(places, key=lambda each: each[2]) for file, places in reserved.items()
         }
-        super().__init__(folder, [SavedFile(name, b"", tuple(places), 0) for name, places in files.items()])
+        super().__init__(LocalPath(folder), [SavedFile(name, b"", tuple(places), 0) for name, places in files.items()])
         self._new = new
 
     def place(self, file: SavedFile) -> Path:
