@@ -453,10 +453,10 @@ class _Known:
         """Each leaf, with the sharding of the variable that it is, or with `_INPUT`; None if it has no sharding."""
         leaves, structure = jax.tree.flatten(node)
         for known, variables in self._parts:
-            if structure == known and all(
-                getattr(leaf, "shape", None) == variable.shape for leaf, variable in zip(leaves, variables, strict=True)
-            ):
-                yield from ((leaf, variable.sharding) for leaf, variable in zip(leaves, variables, strict=True))
+            pairs = list(zip(leaves, variables, strict=True)) if structure == known else []
+            # Leaves may also be functions, such as the activation of an Equinox module.
+            if pairs and all(getattr(one, "shape", None) == getattr(other, "shape", None) for one, other in pairs):
+                yield from ((leaf, getattr(variable, "sharding", None)) for leaf, variable in pairs)
                 return
         if not isinstance(node, (tuple, list, dict)):
             named = (adapter.arrays(node) for adapter in adapters())

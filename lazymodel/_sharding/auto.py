@@ -92,9 +92,9 @@ def auto(*, tensor: Axes = None, fsdp: Axes = None, expert: Axes = None, host: s
         tensor: Mesh axes for tensor parallelism. None takes those named `model`, `tensor`, `tp`, `mp`, `mdl`,
             `tensor_parallel` or `model_parallel`, or the only axis of a mesh, unless its name means something else.
             `()` means none, here and below.
-        fsdp: Mesh axes over which parameters are stored in shards and gathered for use (fully-sharded data
-            parallelism). None takes those named `fsdp`, `zero` or `fully_sharded`; without any, those named `data`,
-            `batch`, `dp` or `data_parallel`.
+        fsdp: Mesh axes over which parameters are stored in shards (fully-sharded data parallelism); `pin_batch` makes
+            steps that gather them for use. Tables are split over them by entries, not by features. None takes those
+            named `fsdp`, `zero` or `fully_sharded`; without any, those named `data`, `batch`, `dp` or `data_parallel`.
         expert: Mesh axes for experts. None takes those named `expert`, `experts`, `ep` or `expert_parallel`. Without
             one, experts that all compute are split over the tensor and fsdp axes together. Experts used one by one,
             in the same layer as their router, are split over the tensor axes or, with fsdp axes, like any MLP.
@@ -265,9 +265,7 @@ class _Proposer:
             placed = placement.place(self.expert, dims(tensor))
             placed &= placement.place(self.tensor, dims((*tensor[1:], "experts")))
         else:
-            if order.name == "lookup_table":  # looked-up entries are far larger than the result of combining them
-                placement.place((*fsdp, *self.tensor), dims(tensor[:1]), apart=False)
-            elif expert and placement.described.bank:  # the outputs of each device's experts are summed once per token
+            if expert and placement.described.bank:  # the outputs of each device's experts are summed once per token
                 placement.place((*self.tensor, *fsdp), dims(tensor[:1]), apart=False)
             elif expert and placement.parts(fsdp) > 1:  # used one by one: every part of a split stack would be sent
                 tensor, why = (tensor[1], tensor[0], tensor[2]), "each expert is split like any MLP"
@@ -278,7 +276,7 @@ class _Proposer:
         why = why if first and any(set(self.tensor) & set(placement.axes[dim]) for dim in first) else ""
         # Without tensor axes, split columns: for rows, XLA may add up activations of the whole batch, not gather the
         # much smaller weight (half the bytes for the queries of a compiled Gemma block).
-        alone = order.fsdp[0] == "in" and not any(self.mesh.shape[axis] > 1 for axis in self.tensor)
+        alone = order.fsdp[:1] == ("in",) and not any(self.mesh.shape[axis] > 1 for axis in self.tensor)
         stored = dims(order.tensor if alone else order.fsdp)
         if not large and any(placement.axes):  # a dimension of a small variable is split once only
             stored = [dim for dim in stored if not placement.axes[dim]]
@@ -309,12 +307,20 @@ class _Proposer:
         return f"split like {follows}" if any(placement.axes) else f"replicated like {follows} in these dimensions"
 
     def _anywhere(self, placement: _Placement) -> None:
-        """Splits a large variable along the largest dimension that divides; along layers only if no other does."""
+        """Splits a large variable along the largest dimension that divides; along layers only if no other does.
+
+        Tables are split by features only if their entries do not divide.
+        """
         labels = placement.described.labels
-        dims = sorted(range(len(labels)), key=lambda dim: (-placement.shape[dim], -dim))  # columns of a square
+        size = placement.shape
+        # The last of equal ones: columns of a square.
+        dims = sorted(range(len(labels)), key=lambda dim: (labels[dim] == "features", -size[dim], -dim))
         for layers in (False, True):
             for axes in (self.tensor, (*self.fsdp, *self.expert)) if not any(placement.axes) else ():
-                placement.place(axes, [dim for dim in dims if (labels[dim] == "layers") == layers], whole_units=False)
+                allowed = [dim for dim in dims if (labels[dim] == "layers") == layers]
+                if any(placement.axes):
+                    allowed = [dim for dim in allowed if labels[dim] != "features"]
+                placement.place(axes, allowed, whole_units=False)
 
 
 def trimmed(entries: Sequence[Any]) -> PartitionSpec:

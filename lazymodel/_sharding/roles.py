@@ -54,7 +54,7 @@ class Role:
     labels: tuple[str, ...]  # the meaning of its dimensions; a label with a star repeats
     turns: bool  # True if the labels are reversed for a weight that is stored as (out, in)
     tensor: tuple[str, ...]  # order in which tensor parallelism tries labels: least communication first
-    fsdp: tuple[str, ...]  # the same for fully-sharded data parallelism; by default reversed
+    fsdp: tuple[str, ...]  # the same for fully-sharded data parallelism; by default reversed, `-` for none
     why: str  # the advantage of the first choice of `tensor`
 
     def fits(self, name: str) -> bool:
@@ -124,6 +124,8 @@ _WHY = {
     "in": "split by rows: its input is the columns of the layer before, on the same device",
 }
 # Role | numbers of dimensions | labels | tensor | fsdp | within.
+# A dimension that an activation gets without a contraction is not for fsdp: tables by features, channels of depthwise
+# kernels. The activation would be split over the data axes by it, and the compiler would gather the batch.
 # `lookup_table` and `block_diagonal` are found by shapes. The gates of `recurrent` are side by side, so columns would
 # be exchanged at every step in time. Latents are those of multi-head latent attention, where few sums matter more than
 # whole heads. The dimension of an attention projection that counts the heads is inferred from neighbours.
@@ -134,16 +136,16 @@ norm                  | 12
 attention_bias_table  | 23
 position_embedding    | 234  | positions*/features
 output_head           | 2    | in/vocabulary, turns         | vocabulary/in
-embedding             | 2    | vocabulary/features          | vocabulary/features
-lookup_table          |      | entries/features             | features/entries | features/entries
+embedding             | 2    | vocabulary/features          | vocabulary/features | vocabulary
+lookup_table          |      | entries/features             | features/entries | entries
 router                | 2    | in/experts, turns
 expert_down           | 34   | experts/in/parts*/out        | experts/in/out   | out/in/parts/experts
 expert_up             | 34   | experts/in/parts*/out        | experts/out/in   | in/out/parts/experts
-depthwise_convolution | 345  | space*/out/multiplier        | out
+depthwise_convolution | 345  | space*/out/multiplier        | out              | -
 convolution           | 345  | space*/in/out, turns         | out/in
 block_diagonal        |      | blocks/in/out                | blocks/out/in    | blocks
 recurrent             | 2
-state_space           | 2    | channels/state               | channels
+state_space           | 2    | channels/state               | channels         | -
 bias                  | 1234
 latent_down           | 2    | in/out, turns                | in/out           |                      | attention
 latent_up             | 2    | in/out, turns                | out/in           |                      | attention
@@ -173,7 +175,7 @@ def _role(row: str) -> Role:
         labels=tuple((labels.removesuffix(", turns") or "dimension*").split("/")),
         turns=labels.endswith(", turns"),
         tensor=first,
-        fsdp=stored or first[::-1],
+        fsdp=() if stored == ("-",) else stored or first[::-1],
         why=_WHY[first[0]] if first else "",
     )
 

@@ -1,14 +1,20 @@
 """Bytes that devices send each other with `lm.auto()`, against the rules that the models' authors published.
 
-    python tests/benchmarks/auto_layouts.py [--json] [--only NAME] [--mesh 2x4] [--tpu] [--collectives]
+    python tests/benchmarks/auto_layouts.py [--json] [--only NAME] [--mesh 2x4] [--tokens 8x128] [--pins]
+        [--programs forward,training,decoding] [--rules auto,largest] [--tpu] [--collectives]
 
-Forward pass and gradient of small models of real proportions are compiled for 8 virtual CPU devices (with --tpu for
-8 chips of v5e, which need not be here), and the collectives counted in the compiled programs; --collectives lists the
-largest of these on standard error. Nothing is run. Models
-come from other packages (`tests/others/requirements.txt`); where one is missing, its rows are left out.
+Forward pass, a step of training and one of decoding (one token a row, without a cache) of small models of real
+proportions are compiled for 8 virtual CPU devices, with --tpu for 8 chips of v5e, which need not be here. Printed of
+the compiled programs: bytes that each device sends, bytes of its memory that it accesses (XLA's cost analysis), bytes
+of temporaries, and with --tpu an estimate of the time: sent at 100 GB/s, half of the links of a v5e, then accessed at
+819 GB/s. --collectives lists the largest collectives on standard error. Nothing is run. Models of other packages
+(`tests/others/requirements.txt`) are left out where one is missing.
 
 `auto` reads the axis names that a model carries; `unnamed` is the same model without them, by names and shapes alone.
-RecurrentGemma and Haiku publish no rules: for them the reference is Megatron's split, written out below.
+`largest` is the rule of https://github.com/keras-team/keras-hub/issues/2806 for each axis in turn, tensor axes first:
+the largest dimension that divides, the last of equal ones; vectors are whole. With --pins each also with
+`lm.pin_batch`. RecurrentGemma, Haiku and the models of `tests/layers.py` have no published rules: for them the
+reference is Megatron's split, written out beside them.
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAXTYPING_DISABLE", "1")  # RecurrentGemma's annotations are not of abstract arrays
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 
@@ -34,10 +41,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
-from tests.collectives import collectives, sent_nbytes
+from tests import layers
+from tests.collectives import collectives
 from tests.small import shard_small
 
-BATCH, LENGTH, WIDTH, VOCABULARY = 8, 128, 512, 4096
+WIDTH, VOCABULARY = 512, 4096
+_LINKS, _MEMORY = 100e9, 819e9  # bytes per second of a v5e
 
 
 @dataclasses.dataclass
@@ -46,7 +55,7 @@ class Case:
 
     abstract: lm.AbstractModel
     forward: Callable[[Any, Any], Any]  # of a pytree like `abstract.tree`, and the input
-    inputs: Callable[[], Any]
+    inputs: Callable[[int, int], Any]  # of rows and length
     rules: Callable[[lm.AbstractModel, Mesh], lm.AbstractModel]
     axes: tuple[str, str] = ("fsdp", "tp")
 
@@ -58,12 +67,12 @@ def _tunix(cls: Any, config: Any) -> Case:
     from flax import nnx
 
     abstract = lm.build_abstract(cls, config, rngs=nnx.Rngs(0))
-    positions, mask = jnp.arange(LENGTH)[None].repeat(BATCH, 0), jnp.tril(jnp.ones((LENGTH, LENGTH), bool))[None]
-
     graph = nnx.graphdef(nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0))))
 
     def forward(state: Any, tokens: Any) -> Any:
-        return nnx.merge(graph, state)(tokens, positions, None, mask.repeat(BATCH, 0))[0]
+        rows, length = tokens.shape
+        mask = jnp.tril(jnp.ones((length, length), bool))[None].repeat(rows, 0)
+        return nnx.merge(graph, state)(tokens, _positions(tokens), None, mask)[0]
 
     return Case(abstract, forward, _tokens, lambda model, mesh: shard_small(model, mesh, on_unmatched="ignore"))
 
@@ -106,13 +115,13 @@ def recurrentgemma() -> Case:
             lru_width=WIDTH,
             block_types=kinds,
             embeddings_scale_by_sqrt_dim=True,
-            attention_window_size=LENGTH,
+            attention_window_size=2048,
             logits_soft_cap=30.0,
             scan_type=common.ScanType.ASSOCIATIVE_NATIVE,  # no loop, whose turns the text of a program does not count
         ),
     )
-    tokens, positions = _tokens(), jnp.arange(LENGTH)[None].repeat(BATCH, 0)
-    abstract = lm.build_abstract(module, jax.random.key(0), tokens, jax.ShapeDtypeStruct(positions.shape, "int32"))
+    tokens = _tokens(8, 128)
+    abstract = lm.build_abstract(module, jax.random.key(0), tokens, tokens)
     rules = {
         ".*input_embedding": P("tp", "fsdp"),
         ".*(ffw_up/w)": P(None, "fsdp", "tp"),
@@ -128,7 +137,7 @@ def recurrentgemma() -> Case:
     }
     return Case(
         abstract,
-        lambda variables, tokens: module.apply(variables, tokens, positions)[0],
+        lambda variables, tokens: module.apply(variables, tokens, _positions(tokens))[0],
         _tokens,
         lambda model, mesh: model.shard(mesh, rules),
     )
@@ -146,15 +155,18 @@ def haiku_attention() -> Case:
         return x
 
     transformed = haiku.without_apply_rng(haiku.transform(apply))
-    x = jax.ShapeDtypeStruct((BATCH, LENGTH, WIDTH), "float32")
+
+    def inputs(rows: int, length: int) -> Any:
+        return jax.ShapeDtypeStruct((rows, length, WIDTH), "float32")
+
     rules = {
         ".*(query|key|value)/w|linear(_2)?/w": P("fsdp", "tp"),
         ".*(query|key|value)/b|linear(_2)?/b": P("tp"),
         ".*attention(_1)?/linear/w|linear_[13]/w": P("tp", "fsdp"),
         ".*": P(),
     }
-    abstract = lm.build_abstract(transformed.init, jax.random.key(0), x)
-    return Case(abstract, transformed.apply, lambda: x, lambda model, mesh: model.shard(mesh, rules))
+    abstract = lm.build_abstract(transformed.init, jax.random.key(0), inputs(8, 128))
+    return Case(abstract, transformed.apply, inputs, lambda model, mesh: model.shard(mesh, rules))
 
 
 # --- KerasHub's six --------------------------------------------------------------------------------------------------
@@ -177,9 +189,11 @@ def _keras_hub(name: str) -> Case:
 
     cls = getattr(keras_hub.models, name)
     abstract, model = lm.build_abstract(cls, **_KERAS[name]), cls(**_KERAS[name])
+    order = jax.tree.leaves(abstract.framework.structure({path: path for path in abstract}))
 
     def forward(values: Any, tokens: Any) -> Any:
-        pairs = list(zip(model.variables, values, strict=True))
+        by_path = dict(zip(order, jax.tree.leaves(values), strict=True))
+        pairs = list(zip(model.variables, map(by_path.__getitem__, abstract), strict=True))
         trainable = [value for variable, value in pairs if variable.trainable]
         rest = [value for variable, value in pairs if not variable.trainable]
         return model.stateless_call(trainable, rest, {"token_ids": tokens, "padding_mask": tokens})[0]
@@ -192,7 +206,24 @@ def _keras_hub(name: str) -> Case:
     return Case(abstract, forward, _tokens, rules, ("batch", "model"))
 
 
+# --- functions -------------------------------------------------------------------------------------------------------
+
+
+def _function(make: Callable[[int], layers.Layer]) -> Case:
+    shapes, apply, rules = layers.whole(make(WIDTH), VOCABULARY, 2)
+
+    def published(model: lm.AbstractModel, mesh: Mesh) -> lm.AbstractModel:
+        return shard_small(model, mesh, {**rules, ".*": P()}, on_unmatched="ignore")
+
+    return Case(layers.built(shapes), apply, _tokens, published, ("data", "model"))
+
+
 CASES: dict[str, Callable[[], Case]] = {
+    "decoder": lambda: _function(layers.decoder),
+    "PEER": lambda: _function(layers.peer),
+    "latent attention": lambda: _function(layers.latent_attention),
+    "Mamba": lambda: _function(layers.mamba),
+    "RWKV": lambda: _function(layers.rwkv),
     **{f"Tunix {name}": functools.partial(_tunix_case, name) for name in ("Gemma3", "Qwen3", "Qwen3 MoE", "Llama3")},
     "RecurrentGemma": recurrentgemma,
     "Haiku attention": haiku_attention,
@@ -200,33 +231,59 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
+def largest(mesh: Mesh, axes: tuple[str, str]) -> Callable[[Any], P]:
+    """Rules by shape alone, for the axes of a mesh that is (data, tensor)."""
+
+    def spec(variable: Any) -> P:
+        entries: list[str | None] = [None] * len(variable.shape)
+        for axis in reversed(axes) if len(entries) > 1 and mesh.size > 1 else ():
+            parts = mesh.shape[axis]
+            fit = [(n, dim) for dim, n in enumerate(variable.shape) if n % parts == 0 and entries[dim] is None]
+            if fit and parts > 1:
+                entries[max(fit)[1]] = axis
+        return P(*entries)
+
+    return spec
+
+
 # --- counting --------------------------------------------------------------------------------------------------------
 
 
-def _tokens() -> Any:
-    return jax.ShapeDtypeStruct((BATCH, LENGTH), "int32")
+def _tokens(rows: int, length: int) -> Any:
+    return jax.ShapeDtypeStruct((rows, length), "int32")
 
 
-def programs(case: Case, model: lm.AbstractModel, mesh: Mesh) -> tuple[Any, Any]:
-    """The forward pass, and the gradient, which is split as the weights are; compiled."""
-    x = case.inputs()
+def _positions(tokens: Any) -> Any:
+    return jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+
+
+def _training(case: Case) -> Callable[[Any, Any], Any]:
+    """A step of gradient descent; counters and tables of integers stay."""
+
+    def loss(values: Any, x: Any) -> Any:
+        return jnp.square(case.forward(values, x).astype("float32")).mean()
+
+    def step(values: Any, x: Any) -> Any:
+        gradients = jax.grad(loss, allow_int=True)(values, x)
+        return jax.tree.map(
+            lambda value, gradient: value if gradient.dtype == jax.dtypes.float0 else value - gradient,
+            values,
+            gradients,
+        )
+
+    return step
+
+
+def compiled(case: Case, model: lm.AbstractModel, mesh: Mesh, part: str, rows: int, length: int, pins: bool) -> Any:
+    """One of the programs; a step of training gives weights that are split as they were, and takes their memory."""
+    x = case.inputs(rows, 1 if part == "decoding" else length)
     x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P(case.axes[0])))
-    structs = [variable.struct for variable in model.values()] if case.axes[0] == "batch" else model.tree
-    trained = jax.tree.map(lambda struct: jnp.issubdtype(struct.dtype, jnp.floating), structs)
-    leaves, tree = jax.tree.flatten(structs)
-    floating = [index for index, trains in enumerate(jax.tree.leaves(trained)) if trains]
-
-    def loss(weights: list[Any], rest: list[Any], x: Any) -> Any:
-        values = list(rest)
-        for index, value in zip(floating, weights, strict=True):
-            values[index] = value
-        return jnp.square(case.forward(jax.tree.unflatten(tree, values), x)).mean()
-
-    weights, rest = [leaves[index] for index in floating], leaves
-    out = [struct.sharding for struct in weights]
-    forward = jax.jit(lambda leaves, x: case.forward(jax.tree.unflatten(tree, leaves), x))
-    gradient = jax.jit(jax.grad(loss), out_shardings=out)
-    return forward.lower(leaves, x).compile(), gradient.lower(weights, rest, x).compile()
+    step = _training(case) if part == "training" else case.forward
+    step = lm.pin_batch(step, model) if pins else step
+    if part == "training":
+        placed = jax.tree.map(lambda struct: struct.sharding, model.tree)
+        return jax.jit(step, donate_argnums=0, out_shardings=placed).lower(model.tree, x).compile()
+    return jax.jit(step).lower(model.tree, x).compile()
 
 
 def list_collectives(title: str, program: Any) -> None:
@@ -240,58 +297,75 @@ def list_collectives(title: str, program: Any) -> None:
         print(f"  {nbytes / 1e6:6.2f} MB  {text}", file=sys.stderr)
 
 
-def measure(name: str, shape: tuple[int, int], tpu: bool, listed: bool) -> dict[str, Any]:
-    case = CASES[name]()
-    if tpu:
-        mesh = lm.topology("v5e:2x4", dict(zip(case.axes, shape, strict=True)))
-    else:
-        mesh = Mesh(np.array(jax.devices("cpu")[:8]).reshape(shape), case.axes)
-    row: dict[str, Any] = {"model": name, "mesh": dict(zip(case.axes, shape, strict=True)), "tpu": tpu}
+def figures(program: Any, *, tpu: bool) -> dict[str, float]:
+    sent, accessed = sum(nbytes for nbytes, _ in collectives(program)), program.cost_analysis()["bytes accessed"]
+    found = {"sent": sent, "accessed": accessed, "temp": program.memory_analysis().temp_size_in_bytes}
+    return found | ({"seconds": sent / _LINKS + accessed / _MEMORY} if tpu else {})
+
+
+def sharded(case: Case, mesh: Mesh) -> dict[str, Callable[[], lm.AbstractModel]]:
     named = any(variable.logical_axes for variable in case.abstract.values())
     unnamed = case.abstract.with_variables(
         {path: dataclasses.replace(variable, logical_axes=None) for path, variable in case.abstract.items()}
     )
-    sharded = {
-        "published": case.rules(case.abstract, mesh),
-        **({"auto": case.abstract.shard(mesh, lm.auto())} if named else {}),
-        "unnamed": unnamed.shard(mesh, lm.auto()),
+    return {
+        "published": lambda: case.rules(case.abstract, mesh),
+        **({"auto": lambda: case.abstract.shard(mesh, lm.auto())} if named else {}),
+        "unnamed": lambda: unnamed.shard(mesh, lm.auto()),
+        "largest": lambda: unnamed.shard(mesh, largest(mesh, case.axes)),
     }
-    for kind, model in sharded.items():
-        compiled = dict(zip(("forward", "gradient"), programs(case, model, mesh), strict=True))
-        for part, program in compiled.items() if listed else ():
-            list_collectives(f"{name}, {kind}, {part}:", program)
-        sent = {part: sent_nbytes(program) for part, program in compiled.items()}
-        row[kind] = {**sent, "device_nbytes": model.explain().fullest_nbytes}
-    return row
 
 
 def main() -> None:
     parser = _measure.arguments(__doc__)
     parser.add_argument("--only", default="")
     parser.add_argument("--mesh", action="append")
-    parser.add_argument("--tpu", action="store_true")
-    parser.add_argument("--collectives", action="store_true")
+    parser.add_argument("--tokens", action="append")
+    parser.add_argument("--programs", default="forward,training")
+    parser.add_argument("--rules", default="published,auto,unnamed,largest")
+    for flag in ("--pins", "--tpu", "--collectives"):
+        parser.add_argument(flag, action="store_true")
     options = parser.parse_args()
     if not options.json:
-        print("| model | mesh | rules | forward, MB | gradient, MB | × published | most loaded device, MB |")
-        print("|---" * 7 + "|")
+        print("| model | mesh | tokens | program | rules | sent, MB | accessed, MB | temporaries, MB | estimate, ms |")
+        print("|---" * 9 + "|")
     for name in (name for name in CASES if options.only in name):
-        for text in options.mesh or ["2x4", "1x8", "8x1"]:
-            try:
-                row = measure(name, tuple(map(int, text.split("x"))), options.tpu, options.collectives)
-            except ImportError as error:
-                print(f"{name}: left out, {error}", file=sys.stderr)
-                break
-            if options.json:
-                print(json.dumps(row), flush=True)
-                continue
-            for kind in ("published", "auto", "unnamed"):
-                if kind in row:
-                    found, base = row[kind], row["published"]
-                    ratio = [f"{found[part] / max(base[part], 1):.2f}" for part in ("forward", "gradient")]
-                    mb = [f"{found[part] / 1e6:.2f}" for part in ("forward", "gradient", "device_nbytes")]
-                    cells = (name, text, kind, *mb[:2], " / ".join(ratio), mb[2])
-                    print(f"| {' | '.join(cells)} |", flush=True)
+        try:
+            case = CASES[name]()
+        except ImportError as error:
+            print(f"{name}: left out, {error}", file=sys.stderr)
+            continue
+        for mesh_text in options.mesh or ["2x4", "1x8", "8x1"]:
+            sizes = dict(zip(case.axes, map(int, mesh_text.split("x")), strict=True))
+            devices = np.array(jax.devices("cpu")[:8]).reshape(*sizes.values())
+            mesh = lm.topology("v5e:2x4", sizes) if options.tpu else Mesh(devices, case.axes)
+            ways = {kind: make for kind, make in sharded(case, mesh).items() if kind in options.rules.split(",")}
+            for tokens in options.tokens or ["8x128"]:
+                for part in options.programs.split(","):
+                    for kind, pins in ((kind, pins) for kind in ways for pins in (False, True)[: 1 + options.pins]):
+                        row = {"model": name, "mesh": mesh_text, "tokens": tokens, "program": part}
+                        row["rules"] = f"{kind}, pinned" if pins else kind
+                        measure(row, case, ways[kind](), mesh, pins=pins, options=options)
+
+
+def measure(row: dict[str, Any], case: Case, model: lm.AbstractModel, mesh: Mesh, *, pins: bool, options: Any) -> None:
+    rows, length = map(int, row["tokens"].split("x"))
+    try:
+        program = compiled(case, model, mesh, row["program"], rows, length, pins)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        found = {}
+    else:
+        found = figures(program, tpu=options.tpu)
+        if options.collectives:
+            list_collectives(", ".join(row.values()), program)
+    if options.json:
+        print(json.dumps({**row, **found}), flush=True)
+        return
+    cells = [f"{found[part] / 1e6:.2f}" for part in ("sent", "accessed", "temp") if found]
+    cells += [f"{found['seconds'] * 1e3:.2f}"] if "seconds" in found else [""]
+    print(f"| {' | '.join([*row.values(), *(cells if found else ['out of memory', '', '', ''])])} |", flush=True)
 
 
 if __name__ == "__main__":

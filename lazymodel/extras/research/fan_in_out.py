@@ -226,15 +226,10 @@ Side: TypeAlias = Literal["in", "out"] | None  # None: the dimension counts laye
 _OTHER: Mapping[Side, Side] = {"in": "out", "out": "in"}
 _LOOKED_UP = ("vocabulary", "entries", "positions")  # one of them is taken, or a number that the task sets
 _COUNTED = ("layers", "experts", "blocks", "members", *_LOOKED_UP)
-_OF_ROLE: dict[str, dict[str, Side]] = {
-    "embedding": {"features": "out"},
-    "lookup_table": {"features": "out"},
-    "position_embedding": {"features": "out"},
-    "norm": {"dimension": "out"},
-    "bias": {"dimension": "out", "of its weight": "out", "rank": "out"},
-    "scale": {"dimension": "out"},
-}
-_OF_LABEL: dict[str, Side] = {"in": "in", "out": "out", "space": "in", "multiplier": "out", "channels": "out"}
+_OF_LABEL: dict[str, Side] = {
+    "in": "in", "space": "in", "out": "out", "features": "out", "multiplier": "out", "channels": "out",
+}  # fmt: skip
+_VECTORS = ("norm", "bias", "scale")
 _IN_HEADS = (HEADS, FUSED_HEADS, "head_dim", "parts")
 _READOUTS = ("output_head", "router")  # from the width to words or experts, stored in either order
 _DENSE = ("mlp_up", "mlp_down")
@@ -330,12 +325,12 @@ def find_sides(variable: Grown, given: Sequence[Side] | None) -> Sides | None:
         return None if any(variable.labels[dim] in _LOOKED_UP for dim in variable.changed) else _NOT_GROWING
     known, drawn = _by_name(variable), _by_initializer(variable)
     if known is not None and variable.ordered:
-        return Sides(known, "its name" if role in _DENSE else named, vector=role in ("norm", "bias", "scale"))
+        return Sides(known, "its name" if role in _DENSE else named, vector=role in _VECTORS)
     if drawn is not None:
         return Sides(drawn, "its initializer's fan-in")
     if variable.is_vector:
         return Sides(dict.fromkeys(growing, "out"), "one number for each unit", vector=True)
-    if role not in _OF_ROLE and len(growing) == 2 and math.isclose(*map(variable.ratio, growing)):
+    if role not in _VECTORS and len(growing) == 2 and math.isclose(*map(variable.ratio, growing)):
         return Sides({growing[0]: "in", growing[1]: "out"}, "two dimensions that grow alike")
     return None
 
@@ -355,9 +350,7 @@ def _side(variable: Grown, dim: int) -> Side:
         return _OTHER.get(side) if label == "rank" else side
     if role == "bias" and len(variable.growing) > 1 and variable.weight is None:
         return None  # a bias has one dimension for each unit; others may have its name
-    if role in _OF_ROLE:
-        return _OF_ROLE[role].get(label)
-    return _label_side(labels, dim)
+    return "out" if role in _VECTORS else _label_side(labels, dim)
 
 
 def _label_side(labels: Sequence[str], dim: int) -> Side:

@@ -88,7 +88,7 @@ def test_layers_may_be_arrays_of_their_own() -> None:
 
 def test_a_transformer_layer_by_both() -> None:
     found = specs(LAYER, mesh(batch=2, model=4))
-    assert found["token_embedding/embeddings"] == P("model", "batch")
+    assert found["token_embedding/embeddings"] == P("model")
     assert found["layer_0/attention/query/kernel"] == P("batch", "model")
     assert found["layer_0/attention/attention_output/kernel"] == P("model", None, "batch")
     assert found["layer_0/mlp/gate/kernel"] == P("batch", "model")
@@ -204,13 +204,15 @@ def test_what_belongs_to_a_weight_is_split_like_it() -> None:
             "up/kernel_scale": ((64,), P("model")),
             "up/lora_kernel_a": ((32, 2), P()),
             "up/lora_kernel_b": ((2, 64), P(None, "model")),
-            "embedding/embeddings": ((64, 16), P("model", "data")),
+            "embedding/embeddings": ((64, 16), P("model")),
             "embedding/embeddings_scale": ((64,), P("model")),
             "embedding/lora_embeddings_a": ((64, 2), P("model")),
             "embedding/lora_embeddings_b": ((2, 16), P()),
             "adam/up__kernel_momentum": ((32, 64), P("data", "model")),
             "adafactor/embedding_embeddings_row": ((64,), P("model")),
-            "adafactor/embedding_embeddings_column": ((16,), P("data")),
+            "adafactor/embedding_embeddings_column": ((16,), P()),
+            "adafactor/up__kernel_column": ((64,), P("model")),
+            "adafactor/up__kernel_row": ((32,), P("data")),
             "opt_state/0/mu/attention/query/kernel": ((32, 8, 4), P("data", "model")),
             "opt_state/0/count": ((), P()),
         },
@@ -259,8 +261,30 @@ def test_odd_meshes_fall_to_what_divides(size: int) -> None:
 
 def test_what_one_axis_of_several_got_is_not_given_it_again() -> None:
     assert specs({"token_embedding/embeddings": (2, 2)}, mesh(fsdp=2, expert=4), large=0) == {
-        "token_embedding/embeddings": P(None, "fsdp")
+        "token_embedding/embeddings": P("fsdp")
     }
+
+
+def test_no_activation_gets_its_features_from_a_data_axis() -> None:
+    """Tables are looked up and channels multiplied: the compiler would gather the batch to keep such a split."""
+    both = mesh(data=2, model=4)
+    table = {
+        "token_embedding/embeddings": ((64, 32), P(("model", "data"))),
+        "odd/token_embedding/embeddings": ((36, 32), P("model")),  # 36 divides by 4, not by 8
+        "gpt2/token_embedding/embeddings": ((25, 32), P(None, "model")),
+        "position_embedding/embeddings": ((16, 32), P(("model", "data"))),
+        "odd/position_embedding/embeddings": ((20, 32), P("model")),
+        "block/depthwise_kernel": ((3, 3, 16, 1), P(None, None, "model")),
+        "peer/down_embed/embedding": ((64, 32), P("data", "model")),  # many entries a token: combined where they are
+        "peer/up_embed/embedding": ((64, 32), P("data", "model")),
+    }
+    expect(table, both, large=1)
+    expect({"position_embedding/embeddings": ((16, 32), P("fsdp"))}, mesh(fsdp=8), large=1)
+    expect({"block/depthwise_kernel": ((3, 3, 16, 1), P())}, mesh(fsdp=8))
+    # Nothing large is replicated, and a model's own names are followed.
+    expect({"token_embedding/embeddings": ((25, 32), P(None, "fsdp"))}, mesh(fsdp=8), large=1)
+    names = {"token_embedding/embeddings": ("model", "data")}
+    expect({"token_embedding/embeddings": ((64, 32), P("model", "data"))}, both, names=names, large=1)
 
 
 @settings(max_examples=60, deadline=None)
