@@ -459,7 +459,7 @@ class Compiling:
                 needed_nbytes=memory.peak_nbytes,
                 limit_nbytes=self._limit,
             )
-        cache = "hit" if hit else "miss" if _CONFIG.jax_compilation_cache_dir is not None else ""
+        cache = ("hit" if hit else "miss") if _CONFIG.jax_compilation_cache_dir is not None else ""
         return CompiledProgram(program.description, seconds, cache, memory)
 
     def _listen(self, event: str, **_: str | int) -> None:

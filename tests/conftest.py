@@ -45,9 +45,11 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
+from tests.programs import share_programs  # noqa: E402
 from tests.servers.object_server import ObjectServer  # noqa: E402
 from tests.servers.s3 import S3Server  # noqa: E402
 
+share_programs()
 if _OF_JAXLIB[0] in _flags:
     jax.numpy.zeros(()).block_until_ready()  # jaxlib has read the flags now; libtpu exits at one that it does not know
     os.environ["XLA_FLAGS"] = " ".join(flag for flag in _flags if flag not in _OF_JAXLIB)
@@ -101,6 +103,11 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     return None
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those beside this file come first: one of them runs all pages, for which another worker would wait at the end."""
+    items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
+
+
 def pytest_collection_finish() -> None:
     """What is imported stays: a full garbage collection, which Keras asks for very often, need not go through it."""
     gc.collect()
@@ -111,6 +118,7 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Nor through what a module of tests has left in the caches of JAX, Keras and TensorFlow."""
     if nextitem is None or nextitem.path != item.path:
+        share_programs()  # of which a test may have taken leave, for a persistent cache of its own
         gc.collect()
         gc.freeze()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -134,9 +135,13 @@ def test_init_study_of_what_is_never_there(monkeypatch: pytest.MonkeyPatch, caps
     assert "layers/{0..23}/down" in printed
 
 
-def test_signals(tmp_path: Path) -> None:
+def test_signals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In this process, which has imported KerasHub: that is what would take most of its time."""
     pytest.importorskip("keras_hub")
-    printed = run("signals.py", str(tmp_path / "figure.png"), "--layers", "4", "--tokens", "8")
+    script = str(ROOT / "examples" / "signals.py")
+    monkeypatch.setattr(sys, "argv", [script, str(tmp_path / "figure.png"), "--layers", "4", "--tokens", "8"])
+    runpy.run_path(script, run_name="__main__")
+    printed = capsys.readouterr().out
     streams = [[float(each) for each in re.findall(r"block \d: (\S+)", line)] for line in printed.splitlines()]
     streams = [numbers for numbers in streams if numbers]
     assert len(streams) == 4 * 3, "four schemes: the stream, its gradient, the weights'"

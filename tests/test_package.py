@@ -139,21 +139,24 @@ def test_import_changes_nothing_of_others() -> None:
 import jax
 for name in {names}: importlib.import_module(name)
 before = snapshot()
-PLANTED
+def changed():
+    after = snapshot()
+    return [key for key in before.keys() | after if before.get(key, before) is not after.get(key, after)]
 {imports}
-after = snapshot()
-print(json.dumps([key for key in before.keys() | after if before.get(key, before) is not after.get(key, after)]))
+found = [changed()]
+from jax._src.interpreters import partial_eval as p; p.custom_staging_rules["x"] = p
+jax.Array.planted = 1; jax.numpy.planted = 1; jax.config.update("jax_enable_x64", True)
+print(json.dumps([*found, changed()]))
 """
-    assert _printed(SNAPSHOT + compare.replace("PLANTED", "")) == []
-    planted = "from jax._src.interpreters import partial_eval as p; p.custom_staging_rules['x'] = p"
-    planted += "; jax.Array.planted = 1; jax.numpy.planted = 1; jax.config.update('jax_enable_x64', True)"
-    found = {"/".join(key) for key in _printed(SNAPSHOT + compare.replace("PLANTED", planted))}
+    unchanged, planted = _printed(SNAPSHOT + compare)
+    assert unchanged == []
     rules = "jax._src.interpreters.partial_eval/custom_staging_rules/x"
-    assert {rules, "jax/Array/planted", "jax.numpy/planted", "jax.config/jax_enable_x64"} <= found
+    found = {"/".join(key) for key in planted}
+    assert {rules, "jax/Array/planted", "jax.numpy/planted", "jax.config/jax_enable_x64"} <= found, "it can fail"
 
 
 def _printed(script: str) -> Any:
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -70,7 +71,16 @@ SOURCES: list[tuple[str, Callable[..., Path], dict[str, Any], dict[str, Any]]] =
 COMPUTED = 9  # the outputs of the first ones are compared as well
 
 
-@pytest.mark.parametrize("number", range(len(SOURCES)), ids=lambda number: f"{SOURCES[number][0]}-{number}")
+LARGE = (6, 10, 12)  # shards of a preset, half precision and shards of a folder are in one more each
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(number, marks=[pytest.mark.large] * (number in LARGE), id=f"{name}-{number}")
+        for number, (name, *_) in enumerate(SOURCES)
+    ],
+)
 def test_a_folder(number: int, tmp_path: Path, mesh8: Mesh) -> None:
     """The same variables, and outputs, on one device and on eight."""
     name, save, written, given = SOURCES[number]
@@ -165,10 +175,18 @@ def test_a_mesh_of_fewer_devices() -> None:
 
 
 @needs_keras_hub("0.30", "BERT checkpoints whose tensors have no prefix 'bert.'")
-def test_text_classifier_with_tokenizer_and_a_new_head(minilm: str, mesh8: Mesh) -> None:
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.large)])
+def test_text_classifier_with_tokenizer_and_a_new_head(real: bool, minilm: str, tmp_path: Path, mesh8: Mesh) -> None:
+    """A real checkpoint, or its vocabulary and tiny weights."""
+    folder = minilm
+    if not real:
+        folder = str(save_hugging_face(tmp_path / "bert", "bert"))
+        for name in ("vocab.txt", "tokenizer.json", "tokenizer_config.json"):
+            if (Path(minilm) / name).exists():
+                shutil.copy(Path(minilm) / name, folder)
     cls = keras_hub.models.TextClassifier
-    stock = seeded(lambda: cls.from_preset(minilm, num_classes=3))
-    abstract = seeded(lambda: lk.abstract_from_preset(cls, minilm, num_classes=3).shard(mesh8, first_that_divides))
+    stock = seeded(lambda: cls.from_preset(folder, num_classes=3))
+    abstract = seeded(lambda: lk.abstract_from_preset(cls, folder, num_classes=3).shard(mesh8, first_that_divides))
     actions = {row.path: row.action for row in abstract.plan().rows}
     assert actions["logits/kernel"] == "initialize"
     assert actions["pooled_dense/kernel"] == "load"

@@ -392,13 +392,13 @@ def test_initializers_that_take_a_layout() -> None:
 
 
 @needs_keras("3.14", "layouts for initializers")
-@pytest.mark.parametrize("given", [False, True], ids=["no layout", "own layout"])
 @pytest.mark.parametrize(
-    "where",
+    ("where", "given"),
     [
-        contextlib.nullcontext,
-        lambda: keras.distribution.DataParallel(devices=keras.distribution.list_devices()).scope(),
-        of_a_distribution,
+        (contextlib.nullcontext, True),
+        (lambda: keras.distribution.DataParallel(devices=keras.distribution.list_devices()).scope(), False),
+        (of_a_distribution, False),
+        pytest.param(of_a_distribution, True, marks=pytest.mark.large),
     ],
 )
 def test_initializers_get_the_layout_that_keras_passes(where: Any, given: bool) -> None:
