@@ -14,7 +14,7 @@ from lazymodel._abstract.framework import ModelSpec
 from lazymodel._devices.collective import agreement
 from lazymodel._devices.hardware import require_live
 from lazymodel._errors import CheckpointError, LazyModelError
-from lazymodel._mapping.match import respelled
+from lazymodel._mapping.source import respelled
 from lazymodel._remote.path import location
 from lazymodel.checkpoints._checkpoint import KEY, TrainingState, find_step, read_described
 from lazymodel.checkpoints._open import open_checkpoint

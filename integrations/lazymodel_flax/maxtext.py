@@ -28,7 +28,8 @@ from lazymodel import (
     open_checkpoint,
 )
 from lazymodel._abstract.framework import ModelSpec
-from lazymodel._mapping.match import described, given_checkpoint
+from lazymodel._mapping.resolve import given_checkpoint
+from lazymodel._mapping.source import described
 from lazymodel._show.text import listed
 from lazymodel._tensors.lazy import lazy
 

@@ -18,7 +18,8 @@ from flax import nnx
 
 from lazymodel import CheckpointError, LazyModelError, LazyTensor, WeightMap, build_abstract, open_checkpoint
 from lazymodel._abstract.framework import ModelSpec
-from lazymodel._mapping.match import MappedCheckpoint, described, given_checkpoint, given_tensors
+from lazymodel._mapping.resolve import given_checkpoint, given_tensors
+from lazymodel._mapping.source import MappedCheckpoint, described
 from lazymodel._show.text import listed
 from lazymodel._tensors.shards import stored_tensors
 from lazymodel.extras.tables.recorded import recorded

@@ -29,7 +29,7 @@ import lazymodel
 from lazymodel import AbstractModel, CheckpointError, LazyModelError
 from lazymodel._abstract.pairs import LoraPair
 from lazymodel._errors import warn
-from lazymodel._mapping.match import lazy_values
+from lazymodel._mapping.resolve import lazy_values
 from lazymodel._remote.path import Location
 from lazymodel._remote.url import shown
 from lazymodel._save.save import DEFAULT_BUDGET, differences, forget

@@ -23,7 +23,7 @@ import numpy as np
 
 from lazymodel._abstract.variable import Captures, Template
 from lazymodel._errors import CheckpointError, LazyModelError
-from lazymodel._mapping.match import described
+from lazymodel._mapping.source import described
 from lazymodel._mapping.steps import (
     AnyStep,
     Output,

@@ -35,15 +35,10 @@ from lazymodel._mapping.entry import (
     unstacked,
     write_entry,
 )
-from lazymodel._mapping.match import (
-    MappedCheckpoint,
-    described,
-    given_checkpoint,
-    given_tensors,
-    initial_value,
-    refuse_adapter,
-)
+from lazymodel._mapping.initial import initial_value
 from lazymodel._mapping.pairs import LowRank, PairSource, pair_products, pair_values
+from lazymodel._mapping.resolve import given_checkpoint, given_tensors
+from lazymodel._mapping.source import MappedCheckpoint, described, refuse_adapter
 from lazymodel._show.text import LISTED, closest, first_lines, fold, grouped_names, listed, unnumbered
 from lazymodel._tensors.lazy import LazyTensor, lazy, left_over
 

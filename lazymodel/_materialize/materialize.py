@@ -1,65 +1,47 @@
 """Materializing: initializes variables without weights, streams the others, and returns arrays all at once or in turn.
 
-`_mapping/match` decides between loading and initializing, `_programs/programs` computes initial values, and
-`_materialize/stream` reads tensors. This module measures, and `_materialize/report` describes the result.
+`_mapping/resolve` decides between loading and initializing, `_programs/programs` computes initial values,
+`_materialize/load` chooses how to read, and `_materialize/stream` reads. This module measures, and
+`_materialize/report` describes the result.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import itertools
 import math
 import sys
 import threading
 import time
-import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental.layout import Format
-from jax.sharding import Sharding
 
 from lazymodel._abstract.framework import ModelSpec
 from lazymodel._abstract.garbage import no_full_collections
-from lazymodel._abstract.variable import AbstractVariable, device_shardings, host_array, is_narrowed, stays_on_host
+from lazymodel._abstract.variable import AbstractVariable, device_shardings, is_narrowed
 from lazymodel._compile import Compile, Compiling, prepared
-from lazymodel._devices.collective import CollectiveScope, agreement, layout_of
+from lazymodel._devices.collective import CollectiveScope, agreement
 from lazymodel._devices.hardware import require_live
 from lazymodel._errors import CheckpointError
-from lazymodel._extras import extra
-from lazymodel._mapping.match import (
-    LoadPlan,
-    checkpoint_for,
-    initial_values,
-    is_chunked,
-    read_as,
-    refuse_derived,
-    resolve_and_warn,
-)
-from lazymodel._materialize.exchange import exchanged, exchanges, shared, shares
+from lazymodel._mapping.resolve import LoadPlan, prepare_load
+from lazymodel._materialize.load import Reading, nbytes_here, publish_fingerprint
 from lazymodel._materialize.report import make_report
-from lazymodel._materialize.stream import StreamItem, in_file_order
-from lazymodel._materialize.stream import stream as read_stream
-from lazymodel._programs.jaxprs import as_keys, is_weak, with_weak_type
-from lazymodel._programs.programs import run_recipes
+from lazymodel._programs.jaxprs import is_weak, with_weak_type
+from lazymodel._programs.programs import InitRecipe, run_recipes
 from lazymodel._remote.url import is_url
 from lazymodel._show.progress import Progress, ProgressTo, ReportTo, Timeline, delivery, progress_for
 from lazymodel._show.text import listed, parse_budget
-from lazymodel._tensors.buffers import available_memory, default_budget, parallel
-from lazymodel._tensors.byte_reader import BYTES_READ, REQUESTS, ByteReader
+from lazymodel._tensors.buffers import available_memory, default_budget
+from lazymodel._tensors.byte_reader import BYTES_READ, REQUESTS
 from lazymodel._tensors.casting import SAFE
-from lazymodel._tensors.lazy import LazyTensor, lazy
-from lazymodel._tensors.shards import DeviceTensor, boxes_for, check_replicas, on_host
-from lazymodel._tensors.tensor_source import ArrayTensor, CompositeSource, TensorSource
+from lazymodel._tensors.shards import on_host
 
-_SHARED = 8  # the part of `max_host_memory` that may hold the bytes of small variables, which processes share
 _STREAM_BUDGET = 256 << 20  # bytes of the host's memory, within which `stream` reads variables ahead
-AHEAD = 128 << 20  # bytes of values that are not kept, read in a turn by a process: enough to keep files busy
-_READERS = 8  # files that are sampled at a time: the work is waiting for a disk
 
 
 @no_full_collections()
@@ -127,21 +109,80 @@ def materialize(
     model.framework.check_placed(model.variables)
     # Before the first program runs: a program that only some processes run could wait forever for the others.
     with agreement(model.variables) as stage:
-        deliver, checkpoint = delivery(report), checkpoint_for(model, checkpoint)
-        read = model.as_read(checkpoint or ())
-        choice = resolve_and_warn(read, checkpoint, initialize=initialize, strict=strict, cast=cast)
-        load = _Load(model, read, choice, parse_budget(max_host_memory, default_budget()), replicas)
+        deliver, budget = delivery(report), parse_budget(max_host_memory, default_budget())
+        load = prepare_load(model, checkpoint, initialize=initialize, strict=strict, cast=cast)
+        reading = Reading(load, load.tensors, budget, replicas, kept=True)
         timeline.add("match", matching, time.perf_counter())
         compiling = Compiling(model, compiles, device_shardings(model.variables), timeline)
-        publish_fingerprint(stage, choice, compiling.names, itertools.chain(load.details(), compiling.details))
+        publish_fingerprint(stage, load, compiling.names, itertools.chain(reading.details(), compiling.details))
     with agreement(model.variables) as stage, compiling.in_background():
-        bar = progress_for(progress)
-        arrays, costs = _make_arrays(load, compiling, bar, stage, timeline)
+        arrays, costs = _make_arrays(reading, compiling, progress_for(progress), stage, timeline)
     with timeline.span("rebuild"):
-        result = model.framework.rebuild({**arrays, **choice.numbers})
+        result = model.framework.rebuild({**arrays, **load.numbers})
     if deliver is not None:
-        deliver(make_report(read, choice, checkpoint, load.shardings, costs, timeline, time.perf_counter() - start))
+        deliver(make_report(load, costs, timeline, time.perf_counter() - start))
     return result
+
+
+def _make_arrays(
+    reading: Reading, compiling: Compiling, bar: Progress, stage: CollectiveScope, timeline: Timeline
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Runs the init programs, the stream, and what is computed from other variables.
+
+    Returns path → finished array, of JAX or (see `_abstract/variable`) of NumPy, and measurements for the report. Init
+    programs run first: their temporaries are needed while the devices are still empty. With every unit of work it
+    checks if the stage has failed elsewhere or something cannot be compiled, and then raises.
+    """
+    load, model = reading.load, reading.load.model
+    finished, arrays = _finishing(load), dict[str, Any]()
+    _make_room(load)
+    reported = {item.path: nbytes_here(item, item.sharding) for item in reading.streamed}
+    nbytes = {path: nbytes_here(v, load.shardings[path]) for path, v in model.items()}
+    left = {path: max(each - reported.get(path, 0), 0) for path, each in nbytes.items()}
+    total = sum(left.values()) + sum(reported.values())
+    watcher = _Watcher(bar, stage.check, compiling, total)
+    bar.start(total, f"{model.name}: materializing {len(model)} variables{_from_where(load)}")
+    try:
+        values = reading.values(stage, timeline, watcher.advance, watcher.hold)
+        for path, array in _initial_arrays(load, [load.recipes], timeline):
+            arrays |= (made := finished(path, array))
+            if path not in made:
+                array.delete()  # the generator still holds it
+            del array, made
+            watcher.advance(left[path], path)
+        started, bytes_before, requests_before = time.perf_counter(), BYTES_READ.count, REQUESTS.so_far()
+        with contextlib.closing(values):
+            for path, array in values:
+                arrays |= finished(path, array)
+                del array
+                watcher.advance(left[path], path)
+        if (derived := load.derived) and model.derived is not None:
+            for path, array in model.derived.compute(derived, arrays, load.shardings).items():
+                arrays[path] = _in_layout(array, model[path])
+                watcher.advance(left[path], path)
+        # In the model's order, since every process has to run a program for all in the same order.
+        arrays.update({path: _as_weak(arrays[path], model[path]) for path in model if path in arrays})
+        jax.block_until_ready([arrays[path] for path in load.sources if path in arrays])
+        timeline.add("stream", started, time.perf_counter())
+        with timeline.span("initialize", "running"):
+            jax.block_until_ready(list(arrays.values()))  # the init programs, which ran while files were read
+        if compiling.unfinished:
+            watcher.advance(0, f"compiling {listed(compiling.unfinished)}")
+        compiled = compiling.finished(stage.check)
+        counts = [now - before for now, before in zip(REQUESTS.so_far(), requests_before, strict=True)]
+        return arrays, {
+            "read_nbytes": BYTES_READ.count - bytes_before,
+            "exchanged_nbytes": reading.arriving_nbytes,
+            **dict(zip(("fetched_nbytes", "requests", "retries"), counts, strict=True)),
+            "compiled": compiled,
+            "compile_seconds": compiling.wait_seconds,
+        }
+    except CheckpointError:
+        if watcher.error is not None:
+            raise watcher.error from None
+        raise
+    finally:
+        bar.finish()
 
 
 def stream(
@@ -187,186 +228,49 @@ def stream(
     require_live(model.variables)
     budget = parse_budget(max_host_memory, _STREAM_BUDGET)
     with agreement(model.variables, done="streamed") as stage:
-        checkpoint, stored = checkpoint_for(model, checkpoint), model
-        model = model.as_read(checkpoint or ())
-        shardings = device_shardings({**stored.variables, **model.variables})
-        choice = resolve_and_warn(model, checkpoint, initialize=initialize, strict=strict, cast=cast)
-        refuse_derived(model, choice)
-        publish_fingerprint(stage, choice)
-        return _converted(model, shardings, _each(model, choice, shardings, budget))
+        load = prepare_load(model, checkpoint, initialize=initialize, strict=strict, cast=cast)
+        load.refuse_derived()
+        publish_fingerprint(stage, load)
+        return _in_turn(load, budget)
 
 
-class _Load:
-    """What is loaded and initialized, and how: `shares` and `items` are read, those with `exchanges` in parts, `moves`
-    copied.
-    """
-
-    def __init__(self, model: ModelSpec, read: ModelSpec, choice: LoadPlan, budget: int, replicas: str | None) -> None:
-        self.read, self.choice, self.budget = read, choice, budget
-        self.shardings = device_shardings({**model.variables, **read.variables})
-        tensors = {path: read_as(read[path], source, choice) for path, source in choice.sources.items()}
-        items = _items(read, tensors, self.shardings)
-        live = [item for item in items if isinstance(cast(LazyTensor, item.tensor).source, DeviceTensor)]
-        self.moves = extra("device_moves")(live) if live else []
-        moved = {move.path for move, _ in self.moves}
-        items = [item for item in items if item.path not in moved]
-        check_replicas(replicas)
-        several = jax.process_count() > 1
-        self.shares = shares(items, replicas, budget // _SHARED) if several else []
-        together = {item.path for share in self.shares for item in share.items}
-        items = [item for item in items if item.path not in together]
-        self.exchanges = exchanges(items, replicas) if several else {}
-        parts = {path: exchange.part for path, exchange in self.exchanges.items()}
-        self.items = _in_turns([parts.get(item.path, item) for item in in_file_order(items)], read)
-
-    def details(self) -> Iterator[str]:
-        """The programs that copy arrays or exchange parts, in order: the same in all processes."""
-        yield from (f"copy {move.path} {layout_of(array)}" for move, array in self.moves)
-        yield from (f"share {share.nbytes} {[item.path for item in share.items]}" for share in self.shares)
-        yield from (f"exchange {path} {exchange.partition}" for path, exchange in self.exchanges.items())
+def _in_turn(load: LoadPlan, budget: int) -> Generator[tuple[str, Any]]:
+    """Yields the arrays of `stream`."""
+    finished = _finishing(load)
+    tensors, whole = load.by_region(load.shardings)
+    values = Reading(load, tensors, budget, "read", kept=False).values(CollectiveScope(), Timeline())
+    made = _initial_arrays(load, [[recipe] for recipe in whole], Timeline())
+    with contextlib.closing(values):
+        for path, array in itertools.chain(made, values):
+            done = finished(path, array)
+            del array  # only the caller holds it, so that it can be freed before the next one
+            done = {each: _as_weak(done.pop(each), load.model[each]) for each in [*done] if each in load.model} | done
+            jax.block_until_ready(done)
+            while done:
+                yield (path := next(iter(done))), done.pop(path)
 
 
-def _make_room(model: ModelSpec, shardings: Mapping[str, Sharding]) -> None:
-    """Collects garbage if there may be too little memory without: a Keras model that was deleted is in reference
-    cycles, and its arrays are on the devices until then.
-    """
-    each = sum(math.prod(shardings[path].shard_shape(v.shape)) * v.dtype.itemsize for path, v in model.items())
-    devices = {device for sharding in set(shardings.values()) for device in sharding.addressable_devices}
-    of_host = (available_memory() or sys.maxsize) // max(len(devices), 1)
-
-    def free(device: Any) -> int:
-        if on_host(device):
-            return of_host
-        stats = device.memory_stats() or {}
-        return stats.get("bytes_limit", sys.maxsize) - stats.get("bytes_in_use", 0)
-
-    if any(each > free(device) for device in devices):
-        gc.collect()
-
-
-def _make_arrays(
-    load: _Load, compiling: Compiling, bar: Progress, stage: CollectiveScope, timeline: Timeline
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Runs the init programs, the stream, and what is computed from other variables.
-
-    Returns path → finished array, of JAX or (see `_abstract/variable`) of NumPy, and measurements for the report. Init
-    programs run first: their temporaries are needed while the devices are still empty. With every unit of work it
-    checks if the stage has failed elsewhere or something cannot be compiled, and then raises.
-    """
-    model, choice, shardings = load.read, load.choice, load.shardings
-    convert = _converting(model, shardings)
-    _make_room(model, shardings)
-
-    def held_nbytes(sharding: Sharding, shape: tuple[int, ...], dtype: Any) -> int:
-        """Bytes of all distinct shards that this process's devices hold."""
-        return sum(boxes_for(sharding, shape).sizes) * dtype.itemsize
-
-    nbytes = {path: held_nbytes(shardings[path], v.shape, v.dtype) for path, v in model.items()}
-    parts = [item for item in load.items if item.path in load.exchanges]
-    read = {item.path: held_nbytes(item.sharding, item.shape, item.dtype) for item in parts}
-    nbytes |= {path: max(nbytes[path], read[path]) for path in read}
-    arrays: dict[str, Any] = {}
-    watcher = _Watcher(bar, stage.check, compiling, sum(nbytes.values()))
-    bar.start(sum(nbytes.values()), f"{model.name}: materializing {len(model)} variables{_from_where(choice)}")
-    try:
-        reading: Any = {"on_bytes": watcher.advance, "hold": watcher.hold, "in_order": True}
-        # Raises at once if something cannot be read at all.
-        arriving = read_stream(load.items, max_host_memory=load.budget, **reading)
-        if load.exchanges:
-            arriving = exchanged(arriving, load.exchanges, stage, timeline)
-
-        def read_shared(items: Sequence[StreamItem]) -> Generator[tuple[str, jax.Array]]:
-            budget = load.budget - load.budget // _SHARED  # the rest has the bytes
-            return read_stream(_in_turns(items, model), max_host_memory=budget, **reading)
-
-        together = shared(load.shares, read_shared, stage, timeline)
+def _initial_arrays(
+    load: LoadPlan, groups: Sequence[Sequence[InitRecipe]], timeline: Timeline
+) -> Generator[tuple[str, jax.Array]]:
+    """Yields the arrays of init programs; those of a group are compiled together."""
+    for recipes in groups:
         with timeline.span("initialize", "compiling"):
-            computed = run_recipes(choice.recipes, shardings, model.programs)
+            computed = run_recipes(recipes, load.shardings, load.model.programs)
         with timeline.span("initialize", "running"):
-            for path, array in computed:
-                arrays |= (made := convert(path, _in_layout(array, model[path])))
-                if path not in made:
-                    array.delete()  # `computed` still holds it
-                del array, made
-                watcher.advance(nbytes[path], path)
-        started, bytes_before, requests_before = time.perf_counter(), BYTES_READ.count, REQUESTS.so_far()
-        for path, array in extra("copied")(load.moves, stage) if load.moves else ():
-            arrays |= convert(path, _in_layout(as_keys(array, model[path].dtype), model[path]))
-            watcher.advance(nbytes[path], path)
-        with contextlib.closing(together), contextlib.closing(arriving):  # a failure here ends their threads at once
-            for path, array in itertools.chain(together, arriving):
-                arrays |= convert(path, _in_layout(as_keys(array, model[path].dtype), model[path]))
-                del array
-                watcher.advance(nbytes[path] - read[path] if path in read else 0, path)
-        for path, array in _rest(model, choice, arrays, shardings):
-            arrays[path] = array
-            watcher.advance(nbytes[path], path)
-        # In the model's order, since every process has to run a program for all in the same order.
-        arrays.update({path: _as_weak(arrays[path], model[path]) for path in model if path in arrays})
-        jax.block_until_ready([arrays[path] for path in choice.sources if path in arrays])
-        timeline.add("stream", started, time.perf_counter())
-        with timeline.span("initialize", "running"):
-            jax.block_until_ready(list(arrays.values()))  # the init programs, which ran while files were read
-        if compiling.unfinished:
-            watcher.advance(0, f"compiling {listed(compiling.unfinished)}")
-        compiled = compiling.finished(stage.check)
-        counts = [now - before for now, before in zip(REQUESTS.so_far(), requests_before, strict=True)]
-        return arrays, {
-            "read_nbytes": BYTES_READ.count - bytes_before,
-            "exchanged_nbytes": sum(each.arriving_nbytes() for each in (*load.exchanges.values(), *load.shares)),
-            **dict(zip(("fetched_nbytes", "requests", "retries"), counts, strict=True)),
-            "compiled": compiled,
-            "compile_seconds": compiling.wait_seconds,
-        }
-    except CheckpointError:
-        if watcher.error is not None:
-            raise watcher.error from None
-        raise
-    finally:
-        bar.finish()
+            yield from computed
 
 
-def _converting(read: ModelSpec, shardings: Mapping[str, Sharding]) -> Callable[[str, Any], dict[str, Any]]:
+def _finishing(load: LoadPlan) -> Callable[[str, Any], dict[str, Any]]:
     """A function from a path and its array to the variables that are made of it: itself, or what a conversion makes."""
-    conversions = {each.variable.path: each for each in read.conversions if each.variable.path in read}
-    return lambda path, array: {path: array} if path not in conversions else conversions[path].compute(array, shardings)
+    model = load.model
+    conversions = {each.variable.path: each for each in model.conversions if each.variable.path in model}
 
+    def finished(path: str, array: Any) -> dict[str, Any]:
+        array = _in_layout(array, model[path])
+        return {path: array} if path not in conversions else conversions[path].compute(array, load.shardings)
 
-def _items(model: ModelSpec, tensors: Mapping[str, Any], shardings: Mapping[str, Sharding]) -> list[StreamItem]:
-    """Tensors to read, or arrays to copy from memory, onto devices."""
-    return [
-        # Keys are read as their key data, whose trailing dimension no spec names.
-        StreamItem(path, lazy(tensor, path), *model[path].stored, shardings[path])
-        for path, tensor in tensors.items()
-        if not stays_on_host(model[path])
-    ]
-
-
-def _in_turns(items: Sequence[StreamItem], read: ModelSpec) -> list[StreamItem]:
-    """The items, with turns by which few values that are not kept are on devices at once: those of two turns."""
-    passing = {each.variable.path for each in read.conversions if each.variable.path in read}
-    turn = taken = 0
-    found: list[StreamItem] = []
-    for item in items:
-        if item.path in passing:
-            nbytes = sum(boxes_for(item.sharding, item.shape).sizes) * item.dtype.itemsize
-            turn, taken = (turn + 1, nbytes) if taken and taken + nbytes > AHEAD else (turn, taken + nbytes)
-        found.append(dataclasses.replace(item, turn=turn))
-    return found
-
-
-def _rest(
-    model: ModelSpec, choice: LoadPlan, arrays: Mapping[str, Any], shardings: Mapping[str, Sharding]
-) -> Iterator[tuple[str, Any]]:
-    """Yields variables that stay on the host, and those that depend on the values of others."""
-    for path, source in choice.sources.items():
-        if stays_on_host(model[path]):
-            yield path, host_array(model[path], read_as(model[path], source, choice))
-    computed = {path for recipe in choice.recipes for path in recipe.paths}
-    derived = [path for path in model if path not in computed and path not in choice.sources]
-    if derived and model.derived is not None:
-        for path, array in model.derived.compute(derived, arrays, shardings).items():
-            yield path, _in_layout(array, model[path])
+    return finished
 
 
 class _Watcher:
@@ -406,51 +310,30 @@ class _Watcher:
             raise
 
 
-def _from_where(choice: LoadPlan) -> str:
+def _make_room(load: LoadPlan) -> None:
+    """Collects garbage if there may be too little memory without: a Keras model that was deleted is in reference
+    cycles, and its arrays are on the devices until then.
+    """
+    placed = ((load.shardings[path].shard_shape(v.shape), v.dtype.itemsize) for path, v in load.model.items())
+    each = sum(math.prod(shape) * itemsize for shape, itemsize in placed)
+    devices = {device for sharding in set(load.shardings.values()) for device in sharding.addressable_devices}
+    of_host = (available_memory() or sys.maxsize) // max(len(devices), 1)
+
+    def free(device: Any) -> int:
+        if on_host(device):
+            return of_host
+        stats = device.memory_stats() or {}
+        return stats.get("bytes_limit", sys.maxsize) - stats.get("bytes_in_use", 0)
+
+    if any(each > free(device) for device in devices):
+        gc.collect()
+
+
+def _from_where(load: LoadPlan) -> str:
     """Text for progress: the bucket or server of the weights."""
-    files = (getattr(source, "file", "") for source in choice.sources.values())
+    files = (getattr(source, "file", "") for source in load.sources.values())
     folders = list(dict.fromkeys(file.rpartition("/")[0] for file in files if is_url(file)))
     return f" from {listed(folders, most=1)}" if folders else ""
-
-
-def _converted(
-    read: ModelSpec, shardings: Mapping[str, Sharding], values: Generator[tuple[str, Any]]
-) -> Generator[tuple[str, Any]]:
-    convert = _converting(read, shardings)
-    with contextlib.closing(values):
-        for path, array in values:
-            done = convert(path, array)
-            del array
-            while done:
-                yield (path := next(iter(done))), done.pop(path)
-
-
-def _each(
-    model: ModelSpec, choice: LoadPlan, shardings: Mapping[str, Sharding], budget: int
-) -> Generator[tuple[str, Any]]:
-    tensors = {path: read_as(model[path], source, choice) for path, source in choice.sources.items()}
-    for recipe in choice.recipes:
-        here = all(on_host(device) for path in recipe.paths for device in shardings[path].device_set)
-        if here and is_chunked(recipe):
-            tensors = initial_values(model, recipe) | tensors
-            continue
-        for path, array in run_recipes([recipe], shardings, model.programs):
-            done = jax.block_until_ready(_as_weak(_in_layout(array, model[path]), model[path]))
-            del array
-            yield path, done
-            del done
-    order = {path: index for index, path in enumerate(model)}
-    ordered = {path: tensors[path] for path in sorted(tensors, key=order.__getitem__)}
-    items = _in_turns(in_file_order(_items(model, ordered, shardings)), model)
-    with contextlib.closing(read_stream(items, max_host_memory=budget, in_order=True)) as arriving:
-        for path, array in arriving:
-            done = _as_weak(_in_layout(as_keys(array, model[path].dtype), model[path]), model[path])
-            del array  # only the caller holds it, so that it can be freed before the next one
-            yield path, done
-            del done
-    for path, tensor in tensors.items():
-        if stays_on_host(model[path]):
-            yield path, host_array(model[path], tensor)
 
 
 def _as_weak(array: Any, variable: AbstractVariable) -> Any:
@@ -469,55 +352,8 @@ def _weakened(array: jax.Array) -> jax.Array:  # one function, so that JAX cache
     return with_weak_type(array, True)
 
 
-def _in_layout(array: jax.Array, variable: AbstractVariable) -> jax.Array:
+def _in_layout(array: Any, variable: AbstractVariable) -> Any:
     """The array with its bytes in the variable's order, as far as its devices have such orders."""
-    if variable.layout is None:
+    if variable.layout is None or isinstance(array, np.ndarray):
         return array
     return jax.device_put(array, Format(variable.layout, array.sharding), donate=True)
-
-
-def publish_fingerprint(
-    stage: CollectiveScope, choice: LoadPlan, programs: Iterable[str] = (), details: Iterable[str] = ()
-) -> None:
-    """Publishes what this process initializes (with its keys and seeds) and loads (tensors and their files).
-
-    Args:
-        programs: Names of the programs that are compiled meanwhile, for messages.
-        details: Further texts that must be equal in all processes, in order; not computed for a single process.
-    """
-    initialized = [path for recipe in choice.recipes for path in recipe.paths]
-    stage.outcome = f"load {len(choice.sources)} variables and initialize {len(initialized)}"
-    if initialized:
-        drawn = zlib.crc32(b"".join(_content(each) for recipe in choice.recipes for each in recipe.inputs))
-        stage.outcome += f" (of keys and seeds {drawn:08x}): {', '.join(initialized)}"
-    if jax.process_count() == 1:
-        return
-    loaded: list[str] = []
-    files: dict[ByteReader, None] = {}
-    for path, value in sorted(choice.sources.items()):
-        parts = [value] if not isinstance(value, LazyTensor) else [*_origins(value.source)]
-        files |= dict.fromkeys(part.origin for part in parts if isinstance(part, ByteReader))
-        content = b"".join(map(_content, parts)).hex()
-        loaded.append(f"{path} {getattr(value, 'dtype', '')} {np.shape(value)} {getattr(value, 'offset', 0)} {content}")
-    with parallel(lambda file: file.fingerprint(), files, _READERS, "fingerprint") as contents:
-        stage.files = [(file.path, content) for file, content in zip(files, contents, strict=True)]
-    stage.outcome += "".join(f", compile {program}" for program in programs)
-    stage.details = "\n".join([*loaded, *details])
-
-
-def _origins(source: TensorSource) -> Iterator[Any]:
-    """The files and arrays in memory that a tensor consists of."""
-    if isinstance(source, ArrayTensor):
-        yield source.array
-    elif isinstance(source, CompositeSource):
-        for piece in source.pieces:
-            yield from _origins(piece.source)
-    else:
-        yield from source.readers()
-
-
-def _content(value: object) -> bytes:
-    """A hash of an array in memory."""
-    if not isinstance(value, np.ndarray) or value.dtype.hasobject:
-        return b""
-    return zlib.crc32(cast(Any, np.ascontiguousarray(value).reshape(-1).view(np.uint8))).to_bytes(4)

@@ -13,11 +13,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Sharding
 
-from lazymodel._abstract.framework import ModelSpec
 from lazymodel._compile import CompiledProgram
-from lazymodel._mapping.match import LoadPlan
+from lazymodel._mapping.resolve import LoadPlan
 from lazymodel._show.progress import Timeline
 from lazymodel._show.table import ACTIONS, Column, Report, Table, shape_text
 from lazymodel._show.text import folded_names, format_bytes, listed, plural
@@ -266,34 +264,24 @@ def _cells(row: LoadRow) -> tuple[Any, ...]:
     return row.path, shape_text(row.shape), dtype, row.nbytes, note, files, row.needed_nbytes
 
 
-def make_report(
-    model: ModelSpec,
-    choice: LoadPlan,
-    checkpoint: Mapping[str, Any] | None,
-    shardings: Mapping[str, Sharding],
-    costs: Mapping[str, Any],
-    timeline: Timeline,
-    seconds: float,
-) -> LoadReport:
-    """The report on a model that was materialized according to `choice`; `costs` are further attributes of it, and
-    `seconds` is the total time.
-    """
-    initializers = {path: recipe.origin for recipe in choice.recipes for path in recipe.paths}
+def make_report(load: LoadPlan, costs: Mapping[str, Any], timeline: Timeline, seconds: float) -> LoadReport:
+    """The report on a load that took so many seconds; `costs` are further attributes of it."""
+    model, given = load.model, {} if load.checkpoint is None else load.checkpoint
+    initializers = {path: recipe.origin for recipe in load.recipes for path in recipe.paths}
     rows: list[LoadRow] = []
     for path, variable in model.items():
         row = functools.partial(LoadRow, path, variable.shape, variable.dtype.name, variable.nbytes)
-        source = choice.sources.get(path)
+        source = load.sources.get(path)
         if path in initializers:
             rows.append(row("initialize", initializers[path]))
-        elif path in choice.given or (isinstance(source, LazyTensor) and not is_initial(source)):
-            rows.append(row("load", "", stored_tensors(source, path), needed_nbytes(source, shardings[path])))
+        elif path in load.given or (isinstance(source, LazyTensor) and not is_initial(source)):
+            rows.append(row("load", "", stored_tensors(source, path), needed_nbytes(source, load.shardings[path])))
         elif source is None or is_initial(source):
             rows.append(row("initialize", variable.origin))
         else:
             rows.append(row("constant"))
     files = dict.fromkeys(tensor.file for row in rows for tensor in row.tensors if tensor.file)
-    remote = remote_sizes(choice.sources.values())
-    given = {} if checkpoint is None else checkpoint
+    remote = remote_sizes(load.sources.values())
     # For a checkpoint from `map_checkpoint`, also the tensors that the mapping did not use.
     unmapped = unused_tensors(getattr(given, "source", {}), getattr(given, "unused", ()))
     return LoadReport(
@@ -301,9 +289,9 @@ def make_report(
         process_index=jax.process_index(),
         process_count=jax.process_count(),
         rows=tuple(rows),
-        unused=(*model.unused, *unused_tensors(given, choice.unused), *unmapped),
-        mismatched=(*model.mismatched, *choice.mismatched),
-        filled=dict(choice.filled),
+        unused=(*model.unused, *unused_tensors(given, load.unused), *unmapped),
+        mismatched=(*model.mismatched, *load.mismatched),
+        filled=dict(load.filled),
         files={file: remote[file] if file in remote else _size(file) for file in files},
         needed_nbytes=sum(row.needed_nbytes for row in rows),
         seconds=seconds,

@@ -51,7 +51,6 @@ from lazymodel._tensors.buffers import (
     Arena,
     Workspace,
     cores,
-    default_budget,
     empty_aligned,
     start_thread,
     uninterrupted,
@@ -85,38 +84,32 @@ def in_file_order(items: Iterable[StreamItem]) -> list[StreamItem]:
     return [item for item, _ in sorted(tensors, key=lambda pair: (pair[1].file, pair[1].offset))]
 
 
-def stream(
+def read_items(
     items: Sequence[StreamItem],
-    *,
-    max_host_memory: int | None = None,
+    limit: int,
     on_bytes: Callable[[int], None] | None = None,
     hold: Callable[[Callable[[], bool]], None] | None = None,
-    in_order: bool = False,
 ) -> Generator[tuple[str, jax.Array]]:
-    """Reads every item's shards onto this process's devices; yields (path, array) in file order.
+    """Reads every item's shards onto this process's devices; yields (path, array) in their order.
 
     Each distinct shard is read once, however many devices hold it. Threads read ahead; they end when the
     iterator is exhausted, closed or fails.
 
     Args:
-        items: The items to fill, in any order.
-        max_host_memory: Limit in bytes for the host memory in use at any time: values on their way to devices,
-            and every temporary. None is 4 GiB, or an eighth of the available memory if that is less. Memory of
-            devices does not count. On CPU devices, which use host memory, the variable that is yielded next does not
-            count, but those read ahead do. Memory through which a device's runtime copies, such as pinned memory, does
-            not count either; at most half the limit is in transfer at a time.
+        items: The items to fill, in the order of their turns. An item may occur several times.
+        limit: Limit in bytes for the host memory in use at any time: values on their way to devices, and every
+            temporary. Memory of devices does not count. On CPU devices, which use host memory, the variable that is
+            yielded next does not count, but those read ahead do. Memory through which a device's runtime copies, such
+            as pinned memory, does not count either; at most half the limit is in transfer at a time.
         on_bytes: Called with the bytes of shards just filled, from any thread, one call at a time.
         hold: Called afterwards by every thread before it continues, with a function that returns True if the stream has
             been stopped: until it returns, that thread reads nothing more.
-        in_order: True to read and yield the items in the given order, which is that of their turns. An item may occur
-            several times.
 
     Raises:
         CheckpointError: At once, for a tensor whose shape differs from its variable's or that cannot be read within the
             limit; while iterating, for any failure with one variable, naming it and its file.
     """
-    plans = [_plan(item) for item in (items if in_order else in_file_order(items))]
-    limit = default_budget() if max_host_memory is None else max_host_memory
+    plans = [_plan(item) for item in items]
     threads = max(2, min(_THREADS, cores()))  # two on one core as well: one reads while the other waits for a disk
     ranges = [each for plan in plans for each in required_ranges(plan.tensor, plan.boxes.boxes)]
     ahead, workspace, budget = _divided(limit, threads, bool(ranges))

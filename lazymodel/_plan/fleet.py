@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from lazymodel._abstract.framework import ModelSpec
 from lazymodel._abstract.variable import Placement, stays_on_host
 from lazymodel._errors import LazyModelError
-from lazymodel._mapping.match import LoadPlan
+from lazymodel._mapping.resolve import LoadPlan
 from lazymodel._show.text import format_bytes, parse_bytes
 from lazymodel._tensors import shards
 from lazymodel._tensors.lazy import LazyTensor

@@ -43,7 +43,7 @@ from lazymodel._devices.hardware import (
 )
 from lazymodel._devices.hardware import device_memory as known_memory
 from lazymodel._errors import DoesNotFitError, LazyModelError
-from lazymodel._mapping.match import LoadPlan, checkpoint_for, refused_casts, resolve
+from lazymodel._mapping.resolve import LoadPlan, prepare_load, refused_casts
 from lazymodel._plan.fleet import Fleet, Traffic
 from lazymodel._plan.plan import HostPlan, MemoryPlan, PlanRow, PlanStep
 from lazymodel._plan.what_if import ACTIVATIONS, GRADIENTS, PARAMETERS, Use, WhatIf, estimate_activations
@@ -470,10 +470,10 @@ def plan(
     what_if = _checked(model, what_if, compile, fleet)
     given = (("device_memory", device_memory), ("host_memory", host_memory))
     limit, host_limit = (None if n is None else parse_bytes(n, name=name, at_least=1) for name, n in given)
-    checkpoint = checkpoint_for(model, checkpoint)  # one that `materialize` rejects still has a plan, with a note
-    read = model.as_read(checkpoint or ())
-    choice = resolve(read, checkpoint, initialize=initialize or "missing", strict=False, cast="unsafe")
-    placement = Placement(device_shardings({**model.variables, **read.variables}))
+    # A checkpoint that `materialize` rejects still has a plan, with a note.
+    initialize = initialize or "missing"
+    choice = prepare_load(model, checkpoint, initialize=initialize, strict=False, cast="unsafe", warns=False)
+    read, placement = choice.model, Placement(choice.shardings)
     devices, use = _devices(placement), Use(model, placement.shardings, what_if)
     traffic = Traffic(read, choice, placement, fleet, replicas)
     live = devices.live or (compile is not None and not compile.is_use)
@@ -482,7 +482,7 @@ def plan(
     timeline = tuple(make_timeline(steps, signature))
     in_use = _in_use(model, use, placement, compile, what_if)
     estimated = devices.platform if not programs and any(step.action == "initialize" for step in steps) else None
-    notes = [*use.notes, *_notes(refused_casts(read, checkpoint, choice), estimated, imagined=traffic.imagined)]
+    notes = [*use.notes, *_notes(refused_casts(choice), estimated, imagined=traffic.imagined)]
     hosts = _make_hosts(read, choice, placement, traffic, steps, use.offloaded, on_cpu=devices.platform == "cpu")
     kept, memory, offloading = _offloaded_to(hosts, placement, use.offloaded, fleet, devices.kind, live=devices.live)
     return MemoryPlan(

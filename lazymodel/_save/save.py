@@ -26,7 +26,7 @@ from lazymodel._abstract.variable import adapters, lazy_array, named_arrays
 from lazymodel._devices.collective import agreement
 from lazymodel._errors import CheckpointError, LazyModelError, warn
 from lazymodel._extras import extra
-from lazymodel._mapping.match import lazy_values
+from lazymodel._mapping.resolve import lazy_values
 from lazymodel._mapping.table import WeightMap
 from lazymodel._remote.path import LocalPath, Location, RemotePath, location, matching
 from lazymodel._remote.url import is_url

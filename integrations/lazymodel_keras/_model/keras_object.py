@@ -42,7 +42,7 @@ from lazymodel._abstract.variable import (
     unique_paths,
 )
 from lazymodel._errors import ShardingError, warn
-from lazymodel._mapping.match import lazy_values
+from lazymodel._mapping.resolve import lazy_values
 from lazymodel._programs.programs import InitRecipe
 from lazymodel._sharding.follow import follow, follow_weights
 from lazymodel._sharding.shard import check_spec

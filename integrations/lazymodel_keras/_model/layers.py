@@ -23,7 +23,9 @@ from lazymodel import AbstractVariable, CheckpointError, LazyModelError, LazyTen
 from lazymodel._abstract.framework import Conversion, Framework, ModelSpec
 from lazymodel._abstract.pairs import RANK, LoraPair
 from lazymodel._abstract.variable import matched_paths
-from lazymodel._mapping.match import MappedCheckpoint, described, initial_value, lazy_values
+from lazymodel._mapping.initial import initial_value
+from lazymodel._mapping.resolve import lazy_values
+from lazymodel._mapping.source import MappedCheckpoint, described
 from lazymodel._programs.programs import InitRecipe
 from lazymodel._sharding.follow import along
 from lazymodel._show.text import closest, listed

@@ -38,7 +38,7 @@ import numpy as np
 
 from lazymodel import AbstractModel, LazyModelError, Progress, save
 from lazymodel._errors import warn
-from lazymodel._mapping.match import lazy_values
+from lazymodel._mapping.resolve import lazy_values
 from lazymodel._remote.path import LocalPath, matching
 from lazymodel._save.atomic import carry_over, staging, writing
 from lazymodel._save.destination import Destination, SavedFile, check_room, old_files

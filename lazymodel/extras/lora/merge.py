@@ -24,8 +24,9 @@ import numpy as np
 
 from lazymodel._devices.collective import opening
 from lazymodel._errors import CheckpointError, warn
-from lazymodel._mapping.match import described, given_checkpoint
 from lazymodel._mapping.pairs import LowRank
+from lazymodel._mapping.resolve import given_checkpoint
+from lazymodel._mapping.source import described
 from lazymodel._show.text import closest, grouped_by, listed, plural
 from lazymodel._tensors.lazy import LazyTensor, lazy
 from lazymodel._tensors.low_rank import LowRankSum

@@ -15,7 +15,8 @@ import numpy as np
 
 from lazymodel._abstract.framework import ModelSpec
 from lazymodel._errors import LazyModelError
-from lazymodel._mapping.match import described, given_tensors, opened
+from lazymodel._mapping.resolve import given_tensors, opened
+from lazymodel._mapping.source import described
 from lazymodel._remote.path import reading_ahead
 from lazymodel._show.progress import Progress, ProgressTo, progress_for, reported
 from lazymodel._show.table import Column, Report, Table, plain, shape_text

@@ -20,7 +20,8 @@ import numpy as np
 
 from lazymodel._abstract.variable import Template
 from lazymodel._errors import LazyModelError
-from lazymodel._mapping.match import MappedCheckpoint, given_tensors
+from lazymodel._mapping.resolve import given_tensors
+from lazymodel._mapping.source import MappedCheckpoint
 from lazymodel._show.text import closest
 from lazymodel._tensors.lazy import LazyTensor, lazy
 

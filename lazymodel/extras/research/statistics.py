@@ -23,7 +23,7 @@ from lazymodel._abstract.framework import ModelSpec
 from lazymodel._abstract.variable import device_shardings, in_memory, is_offloaded, named_arrays
 from lazymodel._devices.hardware import require_live
 from lazymodel._errors import LazyModelError
-from lazymodel._mapping.match import checkpoint_for, lazy_values, opened, resolve_and_warn
+from lazymodel._mapping.resolve import opened, prepare_load
 from lazymodel._materialize.materialize import stream
 from lazymodel._programs.jaxprs import is_key, uses_x64, without_mesh
 from lazymodel._show.depth import LAYER, drawn_over_depth, range_text, values_over_depth
@@ -492,6 +492,6 @@ def _measurable(
         return arrays, arrays.items()
     require_live(model.variables)
     devices = {device for sharding in device_shardings(model.variables).values() for device in sharding.device_set}
-    if not all(map(on_host, devices)):
+    if model.conversions or not all(map(on_host, devices)):
         return model, stream(model, checkpoint)
-    return model, lazy_values(model, resolve_and_warn(model, checkpoint_for(model, checkpoint))).items()
+    return model, prepare_load(model, checkpoint).lazy_values().items()

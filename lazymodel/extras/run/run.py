@@ -23,23 +23,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from lazymodel._abstract.framework import ModelSpec
-from lazymodel._abstract.variable import device_shardings, host_array, stays_on_host
+from lazymodel._abstract.variable import host_array, stays_on_host
 from lazymodel._devices.collective import CollectiveScope, agreement
 from lazymodel._devices.hardware import device_memory, require_live
 from lazymodel._errors import DoesNotFitError, LazyModelError
-from lazymodel._mapping.match import (
-    LoadPlan,
-    checkpoint_for,
-    initial_values,
-    is_chunked,
-    read_as,
-    refuse_derived,
-    resolve_and_warn,
-)
-from lazymodel._materialize.materialize import publish_fingerprint
-from lazymodel._materialize.stream import StreamItem, stream
+from lazymodel._mapping.resolve import LoadPlan, prepare_load
+from lazymodel._materialize.load import publish_fingerprint
+from lazymodel._materialize.stream import StreamItem, read_items
 from lazymodel._programs.jaxprs import Programs, as_keys, as_operand, is_weak, placed, stored_as, with_weak_type
-from lazymodel._programs.programs import InitRecipe, run_recipes
+from lazymodel._programs.programs import run_recipes
 from lazymodel._show.progress import Progress, ProgressTo, ReportTo, delivery, progress_for, reported
 from lazymodel._show.text import format_bytes, grouped_by, parse_budget, parse_bytes
 from lazymodel._tensors.buffers import available_memory, default_budget, trim_heap
@@ -150,16 +142,15 @@ def run_rewritten(
     require_live(model.variables)
     model.framework.check_placed(model.variables)
     with agreement(model.variables, done="run") as stage:
-        checkpoint = checkpoint_for(model, checkpoint)
-        if model.as_read(checkpoint or ()) is not model:
+        load = prepare_load(model, checkpoint)
+        if load.model is not model:
             raise LazyModelError(
                 f"run: the kernels of {model.name} are quantized once they are whole, and run reads them in parts: "
                 "run the model before quantize, or materialize it"
             )
-        choice = resolve_and_warn(model, checkpoint)
-        refuse_derived(model, choice)
-        publish_fingerprint(stage, choice)
-        variables = _Variables(model, choice)
+        load.refuse_derived()
+        publish_fingerprint(stage, load)
+        variables = _Variables(load)
         name = getattr(function, "__name__", type(function).__name__)
         unflatten, flat = _traced(model, function, inputs, variables, name, rewrite)
         calls = _fitting(flat, variables, name, limit)
@@ -177,31 +168,18 @@ def run_rewritten(
 class _Variables:
     """The sources of the variables, and of parts of them."""
 
-    def __init__(self, model: ModelSpec, choice: LoadPlan) -> None:
-        self.model = model
-        self.shardings = {
-            path: model.framework.usable_sharding(sharding)
-            for path, sharding in device_shardings(model.variables).items()
-        }
-        self._sources = {path: read_as(model[path], source, choice) for path, source in choice.sources.items()}
-        self._recipes: dict[str, InitRecipe] = {}
-        for recipe in choice.recipes:
-            here = all(on_host(device) for path in recipe.paths for device in self.shardings[path].device_set)
-            if here and is_chunked(recipe):
-                self._sources |= initial_values(model, recipe)
-            else:
-                self._recipes |= {path: recipe.restricted_to([path]) for path in recipe.paths}
-        self.initialized = {path for recipe in choice.recipes for path in recipe.paths}
-        self.on_host = {
-            path: host_array(variable, self._sources[path])
-            for path, variable in model.items()
-            if stays_on_host(variable)
-        }
+    def __init__(self, load: LoadPlan) -> None:
+        self.model, self.initialized = load.model, {*load.initialized}
+        usable = load.model.framework.usable_sharding
+        self.shardings = {path: usable(sharding) for path, sharding in load.shardings.items()}
+        self._tensors, whole = load.by_region(self.shardings)
+        self._recipes = {path: recipe.restricted_to([path]) for recipe in whole for path in recipe.paths}
+        self.on_host = {p: host_array(v, self._tensors[p]) for p, v in load.model.items() if stays_on_host(v)}
         on_devices = [sharding for path, sharding in self.shardings.items() if path not in self.on_host]
         if len({frozenset(sharding.device_set) for sharding in on_devices}) > 1:
             raise LazyModelError(
-                f"run: {model.name} has variables on different sets of devices, which no program can take together. "
-                "Shard all of them over one mesh"
+                f"run: {load.model.name} has variables on different sets of devices, which no program can take "
+                "together. Shard all of them over one mesh"
             )
         mesh = next((each.mesh for each in on_devices if isinstance(each, NamedSharding)), None)
         one = SingleDeviceSharding(jax.local_devices()[0])
@@ -235,7 +213,7 @@ class _Variables:
     def item(self, value: Value, turn: int) -> StreamItem:
         """The item of a stream for a part."""
         part = value.source
-        tensor = lazy(self._sources[part.path], part.path)
+        tensor = lazy(self._tensors[part.path], part.path)
         shape, dtype = stored_as(tuple(value.aval.shape), self.model[part.path].dtype)
         return StreamItem(part.path, part.of(tensor), shape, dtype, self.sharding(part), turn)
 
@@ -459,7 +437,7 @@ def _run(
     items = [variables.item(value, call.turn) for call in calls for value in call.fetch if variables.is_read(value)]
     values: dict[Value, Any] = {}
     here, spent = all(map(on_host, variables.default.device_set)), _TRIM
-    with contextlib.closing(stream(items, max_host_memory=budget, in_order=True)) as arriving:
+    with contextlib.closing(read_items(items, budget)) as arriving:
         for call in calls:
             stage.check()
             for value in call.fetch:

@@ -27,7 +27,7 @@ from lazymodel._abstract.variable import (
 from lazymodel._devices.collective import agreement
 from lazymodel._devices.hardware import compile_lowered, require_live
 from lazymodel._errors import LazyModelError, SyncError
-from lazymodel._mapping.match import MappedCheckpoint
+from lazymodel._mapping.source import MappedCheckpoint
 from lazymodel._mapping.table import WeightMap, map_checkpoint
 from lazymodel._programs.jaxprs import as_keys, stored_as, without_mesh
 from lazymodel._show.table import Column, Table, Tabled, placed_text, shape_text, spec_text

@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 
 import lazymodel as lm
 from lazymodel._materialize import exchange
-from lazymodel._materialize.stream import StreamItem, stream
+from lazymodel._materialize.stream import StreamItem, read_items
 from lazymodel._tensors import shards
 from lazymodel._tensors.shards import divide
 from tests.core.materialize._exchange_worker import tensors
@@ -196,7 +196,7 @@ def test_parts_become_the_array(
         return
     assert partition.own_elements().sum() == values.size
     each = exchange.Exchange(StreamItem("w", tensor, tensor.shape, tensor.dtype, sharding), partition)
-    ((_, parts),) = stream([each.part])
+    ((_, parts),) = read_items([each.part], 1 << 30)
     assert bytes_read({"w": tensor}) == values.nbytes
     array = each.whole(parts)
     assert array.sharding == sharding and np.asarray(array).tobytes() == values.tobytes()
