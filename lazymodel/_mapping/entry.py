@@ -26,13 +26,13 @@ from lazymodel._errors import CheckpointError, LazyModelError
 from lazymodel._mapping.source import described
 from lazymodel._mapping.steps import (
     AnyStep,
-    Output,
-    Part,
+    FunctionOutput,
+    FusedPart,
     Range,
     Rearrange,
+    Reversible,
     Shape,
     Stack,
-    Step,
     Take,
     along,
     axis_number,
@@ -102,13 +102,13 @@ class From:
     @property
     def T(self) -> From:
         """All dimensions reversed."""
-        return self._then(Step(".T", np.transpose, np.transpose))
+        return self._then(Reversible(".T", np.transpose, np.transpose))
 
     def transpose(self, *axes: int) -> From:
         """As `ndarray.transpose`."""
         if sorted(axis % max(len(axes), 1) for axis in axes) != list(range(len(axes))):
             raise LazyModelError(f"transpose{axes} is no order of axes")
-        step = Step(f".transpose{axes}", partial(np.transpose, axes=axes), partial(untransposed, axes))
+        step = Reversible(f".transpose{axes}", partial(np.transpose, axes=axes), partial(untransposed, axes))
         return self._then(step) if axes else self.T
 
     def rearrange(self, pattern: str, **sizes: int) -> From:
@@ -138,7 +138,7 @@ class From:
         """Multiplies by a number; writing divides by it, which restores every bit if it is a power of two."""
         if not factor or not math.isfinite(factor):
             raise LazyModelError(f"scale takes a finite number that is not 0; got {factor!r}")
-        return self._then(Step(f".scale({float(factor)})", partial(times, factor), partial(over, factor)))
+        return self._then(Reversible(f".scale({float(factor)})", partial(times, factor), partial(over, factor)))
 
     def part(self, index: int, of: int | Sequence[int], axis: int = 0) -> From:
         """One part of a fused tensor along an axis; other entries use the others.
@@ -152,7 +152,7 @@ class From:
             LazyModelError: There is no such part.
         """
         of = of if isinstance(of, int) else tuple(of)
-        step = Part(index, of, axis)
+        step = FusedPart(index, of, axis)
         if not 0 <= index < step.count:
             raise LazyModelError(f"part {index} of {step.count} does not exist: parts count from 0")
         return self._then(step)
@@ -189,7 +189,7 @@ class From:
         if count < 1:
             raise LazyModelError(f"repeat takes a count of at least 1; got {count}")
         text = f".repeat({axis}, {count})"
-        return self._then(Step(text, partial(repeated, axis, count), partial(unrepeated, axis, count)))
+        return self._then(Reversible(text, partial(repeated, axis, count), partial(unrepeated, axis, count)))
 
     def pad(self, axis: int, to: int, *, value: float = 0, of: int | None = None) -> From:
         """Extends an axis at its end, such as a vocabulary to a multiple of the devices.
@@ -206,7 +206,7 @@ class From:
         if not 0 <= (of or 0) <= to:
             raise LazyModelError(f"pad takes an extent of= from 0 to {to}; got {of}")
         padded = Range(axis, 0, of, to, value)
-        return self._then(Step(f".pad({axis}, {to}{_keywords(value, of)})", padded.fill, padded.cut))
+        return self._then(Reversible(f".pad({axis}, {to}{_keywords(value, of)})", padded.fill, padded.cut))
 
     def slice(self, axis: int, start: int, stop: int, *, value: float = 0, of: int | None = None) -> From:
         """A range of an axis, such as a vocabulary without its padding. What is left out cannot be restored.
@@ -224,7 +224,7 @@ class From:
         if not 0 <= start < stop <= (stop if of is None else of):
             raise LazyModelError(f"slice takes 0 <= start < stop <= of; got {start}, {stop}, of={of}")
         cut = Range(axis, start, stop, of, value)
-        return self._then(Step(f".slice({axis}, {start}, {stop}{_keywords(value, of)})", cut.cut, cut.fill))
+        return self._then(Reversible(f".slice({axis}, {start}, {stop}{_keywords(value, of)})", cut.cut, cut.fill))
 
     def apply(
         self,
@@ -254,10 +254,10 @@ class From:
         """
         if output is None:
             text = f".apply({function_name(function)})"
-            return self._then(Step(text, partial(called, function), partial(called, inverse)))
+            return self._then(Reversible(text, partial(called, function), partial(called, inverse)))
         if not 0 <= output < of:
             raise LazyModelError(f"output {output} of {of} does not exist: outputs count from 0")
-        return self._then(Output(output, of, 0, function, inverse))
+        return self._then(FunctionOutput(output, of, 0, function, inverse))
 
     def unsaved(self) -> From:
         """The same, but not written in the inverse direction: for a tensor that another entry writes, such as a tied
@@ -314,7 +314,7 @@ def check_captures(source: From, path: Template) -> None:
 # Reading --------------------------------------------------------------------------------------------------------------
 
 
-class Missing(CheckpointError, KeyError):
+class MissingTensor(CheckpointError, KeyError):
     """A tensor is missing from the checkpoint."""
 
     def __init__(self, name: str, checkpoint: Mapping[str, Any]) -> None:
@@ -334,7 +334,7 @@ class Tensors(Mapping[str, LazyTensor]):
 
     def __getitem__(self, name: str) -> LazyTensor:
         if name not in self._checkpoint:
-            raise Missing(name, self._checkpoint)
+            raise MissingTensor(name, self._checkpoint)
         self.taken.add(name)
         return lazy(self._checkpoint[name], name)
 
@@ -391,10 +391,10 @@ def _count(source: From, capture: str, captures: Captures, tensors: Tensors) -> 
 
 def _shape_before(step: AnyStep, shape: Shape) -> Shape | None:
     """The shape from which a step makes this one; None if unknown."""
-    if isinstance(step, Take | Output):
+    if isinstance(step, Take | FunctionOutput):
         return None
     try:
-        if isinstance(step, Step | Rearrange):
+        if isinstance(step, Reversible | Rearrange):
             return step.undo(lazy(np.broadcast_to(np.zeros((), np.float32), shape), "a shape")).shape
         axis = axis_number(step.axis, len(shape))
     except ValueError:
@@ -476,7 +476,7 @@ def joined_names(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Layers:
+class _TakenLayers:
     """Layers of one tensor."""
 
     source: From
@@ -485,14 +485,14 @@ class _Layers:
     found: dict[int, tuple[Any, str]]  # number → value, path
 
 
-class Parts:
+class TensorWriter:
     """Tensors to be written, some of them in parts that are not complete yet."""
 
     def __init__(self) -> None:
         self.finished: dict[str, Any] = {}
         self._writers: dict[str, str] = {}
-        self._parts: dict[Any, dict[int, tuple[Part, Any, str]]] = {}
-        self._layers: dict[Any, _Layers] = {}
+        self._parts: dict[Any, dict[int, tuple[FusedPart, Any, str]]] = {}
+        self._layers: dict[Any, _TakenLayers] = {}
         self.path = ""  # the current variable
 
     @contextlib.contextmanager
@@ -515,7 +515,7 @@ class Parts:
             "other with .unsaved()"
         )
 
-    def add(self, whole: Any, part: Part, value: Any) -> Any:
+    def add(self, whole: Any, part: FusedPart, value: Any) -> Any:
         """Adds a part; returns the whole tensor once all its parts have been added, otherwise None."""
         parts = self._parts.setdefault((whole, part.of, part.axis), {})
         if part.index in parts:
@@ -528,7 +528,7 @@ class Parts:
 
     def add_layer(self, whole: Any, source: From, captures: Captures, steps: Sequence[AnyStep], value: Any) -> None:
         """Adds a layer, taken with the last of these steps, of a tensor to be stacked once all have been added."""
-        layers = self._layers.setdefault(whole, _Layers(source, captures, steps, {}))
+        layers = self._layers.setdefault(whole, _TakenLayers(source, captures, steps, {}))
         step = cast(Take, steps[-1])
         if not (text := captures[step.capture]).isdecimal():
             raise ValueError(f"{{{step.capture}}} is {text!r}, expected a number")
@@ -544,7 +544,7 @@ class Parts:
                 self._stack(whole[0], self._layers.pop(whole))
         self._check_complete()
 
-    def _stack(self, name: str, layers: _Layers) -> None:
+    def _stack(self, name: str, layers: _TakenLayers) -> None:
         *before, step = layers.steps
         assert isinstance(step, Take)
         first, path = next(iter(layers.found.values()))
@@ -570,7 +570,7 @@ class Parts:
 
 
 def write_entry(
-    source: From, value: Any, captures: Captures, parts: Parts, steps: Sequence[AnyStep] | None = None
+    source: From, value: Any, captures: Captures, parts: TensorWriter, steps: Sequence[AnyStep] | None = None
 ) -> None:
     """Adds the tensors that an entry makes of its variable's value, with all steps or only the first ones undone.
 
@@ -595,7 +595,7 @@ def write_entry(
             write_entry(source, value[along(axis, number)], known, parts, before)
     elif isinstance(step, Take):
         parts.add_layer(whole, source, captures, steps, value)
-    elif not isinstance(step, Part):
+    elif not isinstance(step, FusedPart):
         write_entry(source, step.undo(value), captures, parts, before)
     elif (joined := parts.add(whole, step, value)) is not None:
         write_entry(source, joined, captures, parts, before)

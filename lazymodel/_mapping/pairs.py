@@ -96,7 +96,7 @@ class _Side:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class _TensorPlace:
     """A part of a variable, and the tensors that it is made of, joined to one matrix."""
 
     fixed: _Fixed  # the part's place: indices along the axes of stacked tensors
@@ -141,7 +141,9 @@ def _sides(source: From, shape: _Shape, axes: Sequence[int]) -> tuple[_Shape, _S
     return whole, rows, _Side(math.prod(whole[1:]), int(starts[1]), offsets[1]), factor
 
 
-def _places(entry: tuple[From, Captures], shape: _Shape, tensors: Mapping[str, Any] | None = None) -> Iterator[_Place]:
+def _places(
+    entry: tuple[From, Captures], shape: _Shape, tensors: Mapping[str, Any] | None = None
+) -> Iterator[_TensorPlace]:
     """The places of a variable of this shape; ValueError if there are none.
 
     `tensors` give the sizes of joined tensors if the entry does not.
@@ -160,7 +162,7 @@ def _places(entry: tuple[From, Captures], shape: _Shape, tensors: Mapping[str, A
         if along == 1:
             unit = math.prod(whole[2:])
             names = {name: (lo * unit, hi * unit) for name, (lo, hi) in names.items()}
-        yield _Place(fixed, names, along == 0, whole, rows, columns, factor)
+        yield _TensorPlace(fixed, names, along == 0, whole, rows, columns, factor)
 
 
 def _scaled(factor: LazyTensor, scale: float) -> LazyTensor:
@@ -263,7 +265,7 @@ def pair_values(
     return values, {name for place in places for name in place.names if name in added}
 
 
-def _sum_at(place: _Place, added: Mapping[str, LowRank]) -> LowRank | None:
+def _sum_at(place: _TensorPlace, added: Mapping[str, LowRank]) -> LowRank | None:
     """What is added to the tensors of a place, as one product."""
     found: list[LowRank] = []
     for name, (start, _) in place.names.items():
@@ -330,21 +332,21 @@ def _explained(pair: LoraPair, source: From, arrays: Mapping[str, LazyTensor]) -
         ) from error
 
 
-def _checked(pair: LoraPair, entry: tuple[From, Captures], arrays: Mapping[str, LazyTensor]) -> list[_Place]:
+def _checked(pair: LoraPair, entry: tuple[From, Captures], arrays: Mapping[str, LazyTensor]) -> list[_TensorPlace]:
     with _explained(pair, entry[0], arrays):
         if entry[0].read_only:
             raise ValueError("the entry ends with .unsaved()")
         return list(_places(entry, pair.shape))
 
 
-def _orientations(pair: LoraPair, place: _Place) -> set[bool]:
+def _orientations(pair: LoraPair, place: _TensorPlace) -> set[bool]:
     """Whether tensors are flipped, as far as the axes of factors say it."""
     misplaced = {flipped: min(len(place.misplaced(axes, flipped)) for axes in pair.axes) for flipped in (False, True)}
     return {flipped for flipped, count in misplaced.items() if count == min(misplaced.values())}
 
 
 def _products(
-    pair: LoraPair, places: Sequence[_Place], flipped: bool, a: LazyTensor, b: LazyTensor
+    pair: LoraPair, places: Sequence[_TensorPlace], flipped: bool, a: LazyTensor, b: LazyTensor
 ) -> Iterator[tuple[str, LowRank]]:
     """What a pair adds to the tensors of its base, by name. There may be several products for a tensor."""
     for place in places:
@@ -377,7 +379,7 @@ def _matrix(factor: LazyTensor, axes: Axes, side: _Side, fixed: _Fixed) -> LazyT
 
 
 def _by_tensor(
-    place: _Place, matrices: Sequence[LazyTensor], starts: Sequence[int], flipped: bool, scale: float
+    place: _TensorPlace, matrices: Sequence[LazyTensor], starts: Sequence[int], flipped: bool, scale: float
 ) -> Iterator[tuple[str, LowRank]]:
     """A product that begins at some row and column of a place, cut into those of its tensors."""
     joined = int(place.by_rows != flipped)  # the factor along which tensors are joined

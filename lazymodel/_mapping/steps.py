@@ -21,7 +21,7 @@ _Extents: TypeAlias = "list[tuple[int, tuple[str, ...]]]"  # the extent of each 
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class Reversible:
     """A step with a function and its inverse; steps with equal text are equal."""
 
     text: str
@@ -156,7 +156,7 @@ def _one_unknown(groups: _Extents, sizes: Mapping[str, int]) -> tuple[str, int] 
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class FusedPart:
     index: int
     of: int | tuple[int, ...]
     axis: int
@@ -188,7 +188,7 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class Output(Part):
+class FunctionOutput(FusedPart):
     """One of several results of a function, whose inverse takes all of them."""
 
     function: Callable[[Any], Sequence[Any]]
@@ -249,7 +249,7 @@ class Take:
         return f".take({self.capture!r}" + (f", axis={self.axis})" if self.axis else ")")
 
 
-AnyStep: TypeAlias = "Step | Rearrange | Part | Stack | Take"
+AnyStep: TypeAlias = "Reversible | Rearrange | FusedPart | Stack | Take"
 
 
 def axis_number(axis: int, ndim: int) -> int:

@@ -26,9 +26,9 @@ from lazymodel._errors import CheckpointError, LazyModelError, warn
 from lazymodel._extras import extra
 from lazymodel._mapping.entry import (
     From,
-    Missing,
-    Parts,
+    MissingTensor,
     Tensors,
+    TensorWriter,
     check_captures,
     filled_names,
     read_entry,
@@ -229,7 +229,7 @@ class WeightMap:
         Raises:
             LazyModelError: A variable has no entry or several, or its entry cannot be inverted; names it.
         """
-        parts = Parts()
+        parts = TensorWriter()
         for path, array in arrays.items():
             if not (found := self._find(path)):
                 hint = f"{closest(path, self._entries)}; give it one, None to leave it out"
@@ -389,7 +389,7 @@ class WeightMap:
                         fix = "add .T or remove the existing one" if shape[::-1] == expected else fix
                         raise ValueError(f"expects {list(expected)}, found {list(shape)}; {fix}")
                     mapped[path] = value
-                except Missing as error:
+                except MissingTensor as error:
                     report.missing[path] = f" takes {error.name!r}{hint('missing', error.name, checkpoint)}"
                 except ValueError as error:
                     report.misshapen[path] = f" from {source}: {error}"

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
@@ -25,7 +24,7 @@ from lazymodel._devices.collective import CollectiveScope
 from lazymodel._devices.hardware import process_mesh
 from lazymodel._errors import CheckpointError
 from lazymodel._materialize.stream import StreamItem, in_file_order
-from lazymodel._programs.jaxprs import is_key
+from lazymodel._programs.jaxprs import PROGRAMS, is_key
 from lazymodel._remote.path import holding, reading_ahead
 from lazymodel._show.progress import Timeline
 from lazymodel._show.text import listed
@@ -57,7 +56,7 @@ def _through(
 
 
 @dataclasses.dataclass(frozen=True)
-class Exchange:
+class ExchangedItem:
     """A variable that is read in parts and exchanged."""
 
     item: StreamItem
@@ -89,14 +88,14 @@ class Exchange:
         return jax.make_array_from_single_device_arrays(self.item.shape, self.item.sharding, shards)
 
 
-def exchanges(items: Iterable[StreamItem], replicas: str | None) -> dict[str, Exchange]:
+def exchanges(items: Iterable[StreamItem], replicas: str | None) -> dict[str, ExchangedItem]:
     """Path → variable to exchange, in the order in which a stream yields the variables.
 
     Args:
         items: The items to read; tensors are lazy.
         replicas: `"exchange"`, `"read"`, or None to exchange only what comes over a network.
     """
-    found: dict[str, Exchange] = {}
+    found: dict[str, ExchangedItem] = {}
     for item in in_file_order(items):
         tensor = cast(LazyTensor, item.tensor)
         if not is_exchanged(tensor, replicas):
@@ -107,13 +106,13 @@ def exchanges(items: Iterable[StreamItem], replicas: str | None) -> dict[str, Ex
             continue
         partition = divide(tensor, item.sharding, mesh_processes(mesh))
         if partition is not None:
-            found[item.path] = Exchange(item, partition)
+            found[item.path] = ExchangedItem(item, partition)
     return found
 
 
 def exchanged(
     arriving: Iterator[tuple[str, jax.Array]],
-    exchanges: Mapping[str, Exchange],
+    exchanges: Mapping[str, ExchangedItem],
     stage: CollectiveScope,
     timeline: Timeline,
 ) -> Generator[tuple[str, jax.Array]]:
@@ -157,7 +156,6 @@ def _named(paths: Iterable[str]) -> Generator[None]:
         ) from error
 
 
-@functools.lru_cache(maxsize=256)
 def _exchange_program(partition: ReadPartition) -> Callable[[jax.Array], jax.Array]:
     """The program that exchanges an array: the identity, apart from the padding of its parts."""
     shardings = [NamedSharding(_auto(partition.mesh), spec) for spec in partition.specs]
@@ -170,10 +168,9 @@ def _exchange_program(partition: ReadPartition) -> Callable[[jax.Array], jax.Arr
     def exchange(parts: jax.Array) -> jax.Array:
         return _through(parts, shardings, cut if partition.padded_rows > partition.rows else None)
 
-    return jax.jit(exchange, out_shardings=shardings[-1])
+    return PROGRAMS.get(("exchange", partition), lambda: jax.jit(exchange, out_shardings=shardings[-1]))
 
 
-@functools.lru_cache(maxsize=64)
 def _auto(mesh: Mesh) -> Mesh:
     """The same devices with automatic axes, without settings of the user's own mesh."""
     return Mesh(mesh.devices, mesh.axis_names)
@@ -285,12 +282,9 @@ def _everywhere(own: np.ndarray) -> jax.Array:
     mesh = process_mesh(jax.devices())
     with jax.set_mesh(mesh):  # the user's current mesh may differ
         parts = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("process")), own)
-        return _replicated(mesh)(parts)
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        return PROGRAMS.get(("replicated", mesh), lambda: jax.jit(_same, out_shardings=everywhere))(parts)
 
 
-@functools.lru_cache(maxsize=8)
-def _replicated(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
-    def replicated(parts: jax.Array) -> jax.Array:
-        return parts
-
-    return jax.jit(replicated, out_shardings=NamedSharding(mesh, PartitionSpec()))
+def _same(parts: jax.Array) -> jax.Array:
+    return parts

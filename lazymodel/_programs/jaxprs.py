@@ -558,6 +558,11 @@ class Programs(Generic[Compiled]):
         return found.result()
 
 
+# The programs of the process: init programs, their kernels and chunks, stretches of `run`, exchanges, statistics. A
+# decoder has some tens, of 50 to 100 KiB of machine code each on CPUs. Keys begin with the kind of program.
+PROGRAMS: Programs[Any] = Programs(2048)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class InitProgram:
     """A compiled recipe."""
@@ -575,10 +580,8 @@ class InitProgram:
             return tuple(self.run(*inputs))
 
 
-# The compiled kernels of the process, with some 50 KiB of machine code each: the function to run, the types of its
-# results, and the bytes of its temporaries.
-_Kernel: TypeAlias = "tuple[Callable[..., Sequence[jax.Array]], tuple[jax.ShapeDtypeStruct, ...], int]"
-COMPILED_KERNELS: Programs[_Kernel] = Programs(1024)
+# A compiled kernel: the function to run, the types of its results, and the bytes of its temporaries.
+_RunKernel: TypeAlias = "tuple[Callable[..., Sequence[jax.Array]], tuple[jax.ShapeDtypeStruct, ...], int]"
 
 
 def compile_kernels(
@@ -604,8 +607,8 @@ def compile_kernels(
             run = kernel.function if kernel.alone else jax.jit(kernel.function)
             types[number], temporaries = tuple(jax.eval_shape(kernel.function, *operands)), 0
         else:
-            key = (kernel.form, tuple((struct.shape, struct.dtype) for struct in operands), here, settings)
-            compiled = COMPILED_KERNELS.get(key, functools.partial(_compiled, kernel.function, operands, here))
+            key = ("kernel", kernel.form, tuple((struct.shape, struct.dtype) for struct in operands), here, settings)
+            compiled = PROGRAMS.get(key, functools.partial(_compiled, kernel.function, operands, here))
             run, types[number], temporaries = compiled
         steps.append((run, kernel.operands, number, gone))
         held += sum(map(_nbytes, types[number]))
@@ -631,7 +634,7 @@ def compile_kernels(
     return InitProgram(run_all, left, peak - left, uses_x64(), by_kernel=True)
 
 
-def _compiled(function: Callable[..., Any], operands: Sequence[jax.ShapeDtypeStruct], here: Sharding) -> _Kernel:
+def _compiled(function: Callable[..., Any], operands: Sequence[jax.ShapeDtypeStruct], here: Sharding) -> _RunKernel:
     lowered = jax.jit(function, out_shardings=here).lower(*operands)
     results = tuple(jax.ShapeDtypeStruct(info.shape, info.dtype) for info in cast(Any, lowered.out_info))
     run = lowered.compile()

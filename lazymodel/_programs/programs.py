@@ -25,7 +25,7 @@ import math
 import threading
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -39,9 +39,9 @@ from lazymodel._programs.jaxprs import (
     CONFIG,
     ELEMENTWISE,
     JIT,
+    PROGRAMS,
     InitProgram,
     Kernels,
-    Programs,
     compile_kernels,
     depends_on_sharding,
     inner_jaxpr,
@@ -153,8 +153,6 @@ class ProgramCache:
     `compiled` those that it compiled; the others came from another model.
     """
 
-    _shared: ClassVar[Programs[InitProgram]] = Programs(512)  # a decoder has about ten, of some 100 KiB each on CPUs
-
     def __init__(self) -> None:
         self._programs: dict[Hashable, InitProgram] = {}
         self._lock = threading.Lock()
@@ -167,7 +165,7 @@ class ProgramCache:
         """The program for a recipe whose outputs get these shardings, all over the same devices; compiled once."""
         key = _key(recipe, shardings)
         if (program := self._programs.get(key)) is None:
-            program = self._shared.get(key, lambda: self._compile(recipe, tuple(shardings)))
+            program = PROGRAMS.get(key, lambda: self._compile(recipe, tuple(shardings)))
             with self._lock:
                 self._programs[key] = program
         return program
@@ -250,7 +248,7 @@ def by_devices(recipe: InitRecipe, shardings: Mapping[str, Sharding]) -> Iterato
 
 def _key(recipe: InitRecipe, shardings: Sequence[Sharding]) -> Hashable:
     inputs = tuple((value.shape, value.dtype) for value in recipe.inputs)
-    return (recipe.signature, inputs, settings(recipe), tuple(shardings))
+    return ("init", recipe.signature, inputs, settings(recipe), tuple(shardings))
 
 
 def settings(recipe: InitRecipe) -> Hashable:
@@ -354,16 +352,14 @@ def chunked_init(recipe: InitRecipe) -> ChunkedInit | None:
     if recipe.kernels is not None:
         return None
     structs = tuple(jax.ShapeDtypeStruct(value.shape, value.dtype) for value in recipe.inputs)
-    key = (recipe.signature, structs, settings(recipe))
+    key = ("chunks", recipe.signature, structs, settings(recipe))
     with x64_context(recipe):
-        size, length, run = _CHUNKED.get(key, lambda: _in_chunks(recipe, structs))
+        size, length, run = PROGRAMS.get(key, lambda: _in_chunks(recipe, structs, key))
     return None if run is None else ChunkedInit(recipe, size, length, run)
 
 
-_CHUNKED: Programs[tuple[int, int, Callable[..., Any] | None]] = Programs(512)  # a few KiB each
-
-
-def _in_chunks(recipe: InitRecipe, structs: Sequence[Any]) -> tuple[int, int, Callable[..., Any] | None]:
+def _in_chunks(recipe: InitRecipe, structs: Sequence[Any], key: Hashable) -> tuple[int, int, Callable[..., Any] | None]:
+    """Size, elements of a chunk, and the function of the first element and the inputs; None if there is none."""
     jaxpr = jax.make_jaxpr(recipe.function)(*structs)
     out = jaxpr.out_avals[0]
     if len(set(jaxpr.jaxpr.outvars)) > 1:
@@ -381,9 +377,12 @@ def _in_chunks(recipe: InitRecipe, structs: Sequence[Any]) -> tuple[int, int, Ca
         jax.eval_shape(run, word, word, *structs)
     except _NoChunks:
         return size, length, None
-    compiled: Programs[Any] = Programs(1)  # compiled by the first thread that calls it
     lowered = jax.jit(run).lower
-    return size, length, lambda *values: compiled.get((), lambda: lowered(word, word, *structs).compile())(*values)
+
+    def compiled(*values: Any) -> Any:  # by the first thread that calls it
+        return PROGRAMS.get(("chunk", key), lambda: lowered(word, word, *structs).compile())(*values)
+
+    return size, length, compiled
 
 
 def _longest(shape: tuple[int, ...]) -> int:

@@ -25,7 +25,7 @@ from lazymodel._devices.hardware import require_live
 from lazymodel._errors import LazyModelError
 from lazymodel._mapping.resolve import opened, prepare_load
 from lazymodel._materialize.materialize import stream
-from lazymodel._programs.jaxprs import is_key, uses_x64, without_mesh
+from lazymodel._programs.jaxprs import PROGRAMS, is_key, uses_x64, without_mesh
 from lazymodel._show.depth import LAYER, drawn_over_depth, range_text, values_over_depth
 from lazymodel._show.progress import ProgressTo, progress_for, reported
 from lazymodel._show.table import Column, Table, Tabled, plain
@@ -159,7 +159,6 @@ def _measured_on_devices(array: jax.Array, *, layered: bool, spectral: bool) -> 
         yield _Numbers(1, mean, math.ldexp(std, exponent), low, high, nonfinite), norm
 
 
-@functools.lru_cache(maxsize=64)
 def _program(layered: bool, spectral: bool, everywhere: NamedSharding | None) -> Any:
     """A program, compiled once for each shape, dtype and sharding of its argument; results are on every device."""
 
@@ -168,7 +167,8 @@ def _program(layered: bool, spectral: bool, everywhere: NamedSharding | None) ->
         exponent, *numbers = _device_numbers(values)
         return exponent, *numbers, _bidiagonal(_computed(values, exponent)) if spectral and matrix else None
 
-    return jax.jit(jax.vmap(measure) if layered else measure, out_shardings=everywhere)
+    key = ("statistics", layered, spectral, everywhere)
+    return PROGRAMS.get(key, lambda: jax.jit(jax.vmap(measure) if layered else measure, out_shardings=everywhere))
 
 
 def _computed(values: jax.Array, exponent: Any) -> jax.Array:

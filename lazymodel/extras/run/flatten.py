@@ -44,21 +44,21 @@ _REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_and",
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class VariablePart:
     """A variable, or its part at some indices of its first dimensions, of which the last may be a range or several."""
 
     path: str
     key: tuple[int | range | tuple[int, ...], ...] = ()
 
-    def at(self, index: int | range | tuple[int, ...]) -> Part:
+    def at(self, index: int | range | tuple[int, ...]) -> VariablePart:
         """The part at an index, at a range of them, or at several, of its first dimension."""
         *done, rows = self.key or (None,)
         if not isinstance(rows, range):
-            return Part(self.path, (*self.key, index))
+            return VariablePart(self.path, (*self.key, index))
         if isinstance(index, range):
-            return Part(self.path, (*done, rows[index.start : index.stop]))
+            return VariablePart(self.path, (*done, rows[index.start : index.stop]))
         picked = rows[index] if isinstance(index, int) else tuple(rows[each] for each in index)
-        return Part(self.path, (*done, picked))
+        return VariablePart(self.path, (*done, picked))
 
     def of(self, tensor: Any) -> Any:
         """The part of the variable's tensor."""
@@ -81,37 +81,37 @@ class Part:
 
 
 @dataclasses.dataclass(eq=False, repr=False, slots=True)  # a `repr` of values that share steps would have no end
-class Value:
+class RunValue:
     """One value of the function: of a step, of a variable, or given."""
 
     aval: Any
-    step: Step | None = None
-    part: Part | None = None
+    step: Operation | None = None
+    part: VariablePart | None = None
     data: Any = None  # an input or constant
     pieces: Sequence[Any] | None = None  # its parts along the first dimension, if it exists only as these
 
     @property
-    def source(self) -> Part:
+    def source(self) -> VariablePart:
         """The part of a variable that it is."""
         assert self.part is not None
         return self.part
 
 
 @dataclasses.dataclass(eq=False, repr=False, slots=True)
-class Step:
+class Operation:
     """One equation; its operands are values and literals."""
 
     eqn: Any
     operands: tuple[Any, ...]
-    results: tuple[Value, ...] = ()
+    results: tuple[RunValue, ...] = ()
     cheap: int = 0  # number of steps to compute it, if every user does so; 0 if it is computed once
-    root: Value | None = None  # the variable that a cheap step depends on
+    root: RunValue | None = None  # the variable that a cheap step depends on
     known: bool = False  # True if it depends on nothing but inputs and constants
 
     @property
-    def values(self) -> list[Value]:
+    def values(self) -> list[RunValue]:
         """The operands that are not literals."""
-        return [operand for operand in self.operands if isinstance(operand, Value)]
+        return [operand for operand in self.operands if isinstance(operand, RunValue)]
 
 
 def nbytes_of(aval: Any) -> int:
@@ -136,17 +136,17 @@ class Flattened:
     """
 
     def __init__(
-        self, closed: Any, inputs: Sequence[Value], is_sliceable: Callable[[str, int], bool], least_nbytes: int = 0
+        self, closed: Any, inputs: Sequence[RunValue], is_sliceable: Callable[[str, int], bool], least_nbytes: int = 0
     ) -> None:
         self._is_sliceable, self._least = is_sliceable, least_nbytes
-        self._all: list[Step] = []
+        self._all: list[Operation] = []
         self._parts = {value.part: value for value in inputs if value.part is not None}
-        self._constants: dict[int, Value] = {}
-        self._wholes: dict[Value, Value] = {}
-        self._known: dict[Value, Any] = {}
+        self._constants: dict[int, RunValue] = {}
+        self._wholes: dict[RunValue, RunValue] = {}
+        self._known: dict[RunValue, Any] = {}
         self.results: list[Any] = [self._whole(result) for result in self._inlined(closed, inputs)]
-        self.values = list(dict.fromkeys(each for each in self.results if isinstance(each, Value)))
-        needed, kept = {*self.values}, list[Step]()
+        self.values = list(dict.fromkeys(each for each in self.results if isinstance(each, RunValue)))
+        needed, kept = {*self.values}, list[Operation]()
         for step in reversed(self._all):
             if step.eqn.effects or any(result in needed for result in step.results):
                 needed.update(step.values)
@@ -160,7 +160,7 @@ class Flattened:
     def _constant(self, atom: Any, data: Any) -> Any:
         if isinstance(atom, jex.Literal):
             return atom
-        return self._constants.setdefault(id(data), Value(atom.aval, data=data))
+        return self._constants.setdefault(id(data), RunValue(atom.aval, data=data))
 
     def _equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         name = eqn.primitive.name
@@ -177,14 +177,14 @@ class Flattened:
             found = self._piecewise(eqn, operands)
         return self._step(eqn, [self._whole(each) for each in operands]) if found is None else found
 
-    def _step(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Value]:
+    def _step(self, eqn: Any, operands: Sequence[Any]) -> Sequence[RunValue]:
         if any("Ref" in type(atom.aval).__name__ for atom in (*eqn.invars, *eqn.outvars)):
             raise LazyModelError(
                 f"run: the function uses a mutable array (jax.new_ref, {eqn.primitive.name}), which no program of "
                 "several can share. Pass and return values, or materialize the model"
             )
-        step = Step(eqn, tuple(operands))
-        step.results = tuple(Value(var.aval, step) for var in eqn.outvars)
+        step = Operation(eqn, tuple(operands))
+        step.results = tuple(RunValue(var.aval, step) for var in eqn.outvars)
         step.known = not eqn.effects and all(map(_is_known, step.values))
         if not eqn.effects and is_cheap(eqn):
             computed = {value.step for value in step.values if value.step is not None}
@@ -213,12 +213,12 @@ class Flattened:
             self._wholes[value] = self._emit(lambda *pieces: jnp.stack(pieces), *value.pieces)
         return self._wholes[value]
 
-    def _part(self, value: Value, index: int | range | tuple[int, ...], aval: Any) -> Value:
+    def _part(self, value: RunValue, index: int | range | tuple[int, ...], aval: Any) -> RunValue:
         assert value.part is not None
         part = value.part.at(index)
-        return self._parts.setdefault(part, Value(aval, part=part))
+        return self._parts.setdefault(part, RunValue(aval, part=part))
 
-    def _can_slice(self, value: Value) -> bool:
+    def _can_slice(self, value: RunValue) -> bool:
         if value.part is None or value.part.is_rows:
             return False
         return self._is_sliceable(value.part.path, value.part.depth)
@@ -226,7 +226,7 @@ class Flattened:
     def _sliced(self, eqn: Any, value: Any) -> Sequence[Any] | None:
         """A slice of a variable, or of what exists in pieces, along the first dimension."""
         params, (out,) = eqn.params, eqn.outvars
-        if not isinstance(value, Value) or not value.aval.shape or not (value.pieces or self._can_slice(value)):
+        if not isinstance(value, RunValue) or not value.aval.shape or not (value.pieces or self._can_slice(value)):
             return None
         if eqn.primitive.name == "squeeze":
             if tuple(params["dimensions"]) != (0,):
@@ -238,19 +238,19 @@ class Flattened:
             return None
         rows = range(int(starts[0]), int(limits[0]))
         if value.pieces:  # an empty slice of them is one of the whole
-            return [Value(out.aval, pieces=value.pieces[rows.start : rows.stop])] if rows else None
+            return [RunValue(out.aval, pieces=value.pieces[rows.start : rows.stop])] if rows else None
         return [self._part(value, rows, out.aval)]
 
     def _rows(self, eqn: Any, table: Any, where: Any) -> Sequence[Any] | None:
         """Rows of a variable at indices that only depend on inputs, such as embeddings of tokens."""
         (out,), numbers, batch = eqn.outvars, eqn.params["dimension_numbers"], len(where.aval.shape) - 1
-        if not isinstance(table, Value) or not table.aval.shape or not self._can_slice(table):
+        if not isinstance(table, RunValue) or not table.aval.shape or not self._can_slice(table):
             return None
         count, (length, *rest) = math.prod(where.aval.shape), table.aval.shape
         offsets = tuple(range(batch, batch + len(rest)))
         of_rows = (numbers.collapsed_slice_dims, numbers.start_index_map, numbers.offset_dims) == ((0,), (0,), offsets)
         of_rows &= tuple(eqn.params["slice_sizes"]) == (1, *rest) and 0 < count <= min(length // 2, _MOST_ROWS)
-        if not of_rows or (isinstance(where, Value) and not _is_known(where)):
+        if not of_rows or (isinstance(where, RunValue) and not _is_known(where)):
             return None
         found = np.asarray(self._computed(where)).reshape(-1)
         if eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP:
@@ -304,7 +304,7 @@ class Flattened:
 
     def _piecewise(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any] | None:
         """The results of an equation that works on one layer at a time, if an operand exists in pieces."""
-        found = [each.pieces for each in operands if isinstance(each, Value) and each.pieces]
+        found = [each.pieces for each in operands if isinstance(each, RunValue) and each.pieces]
         if not found or len(eqn.outvars) != 1:
             return None
         name, pieces = eqn.primitive.name, None
@@ -316,14 +316,14 @@ class Flattened:
             pieces = [self._emit(function, piece) for piece in found[0]]
             if joins:
                 return [self._emit(functools.partial(_joined, eqn), *pieces)]
-        return None if pieces is None else [Value(eqn.outvars[0].aval, pieces=pieces)]
+        return None if pieces is None else [RunValue(eqn.outvars[0].aval, pieces=pieces)]
 
     def _layers(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any] | None:
         """The results of a scan over parts of variables, or over the results of such a scan; None for another one."""
         body, length = eqn.params["jaxpr"], int(eqn.params["length"])
         first, carried = scanned_from(eqn)
         over = operands[first:]
-        in_pieces = any(isinstance(each, Value) and each.pieces for each in over)
+        in_pieces = any(isinstance(each, RunValue) and each.pieces for each in over)
         nbytes = sum(nbytes_of(each.aval) for each in over if _is_of_variable(each))
         if not (in_pieces or nbytes > self._least) or not 0 < length <= _MOST_LAYERS:
             return None
@@ -336,7 +336,7 @@ class Flattened:
             found = self._inlined(body, [*constants, *carry, *row])
             carry, rows[index] = found[:carried], found[carried:]
         results = (
-            Value(var.aval, pieces=[rows[index][number] for index in range(length)])
+            RunValue(var.aval, pieces=[rows[index][number] for index in range(length)])
             for number, var in enumerate(eqn.outvars[carried:])
         )
         return [*carry, *results]
@@ -364,12 +364,12 @@ def _joined(eqn: Any, *pieces: jax.Array) -> jax.Array:
 
 def _is_of_variable(value: Any) -> bool:
     """Returns True for a variable, and for a cheap function of one."""
-    return isinstance(value, Value) and (
+    return isinstance(value, RunValue) and (
         value.part is not None or (value.step is not None and value.step.root is not None)
     )
 
 
-def _is_known(value: Value) -> bool:
+def _is_known(value: RunValue) -> bool:
     """Returns True if a value is an input or constant that every process has, or depends on nothing else."""
     if value.step is not None or value.part is not None or value.pieces is not None:
         return value.step is not None and value.step.known

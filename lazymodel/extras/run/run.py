@@ -40,9 +40,9 @@ from lazymodel._tensors.lazy import lazy
 from lazymodel._tensors.shards import on_host
 from lazymodel._trace.errors import watched
 from lazymodel._trace.function import trace
-from lazymodel.extras.run.flatten import Flattened, Part, Value
+from lazymodel.extras.run.flatten import Flattened, RunValue, VariablePart
 from lazymodel.extras.run.report import ProgramRow, RunReport, WholeRow
-from lazymodel.extras.run.stretches import Cutter, Program, Stretch, program, stretches, variables_of
+from lazymodel.extras.run.stretches import Cutter, Stretch, StretchProgram, program, stretches, variables_of
 
 _LAYERS = 100  # a scan goes through layers if it is over more than this part of the model
 _TRIM = 16 << 20  # bytes of results and temporaries after which freed memory is returned: it takes some milliseconds
@@ -96,9 +96,19 @@ def run(
         >>> y.shape
         (8, 64)
     """
-    return run_rewritten(
-        model, function, inputs, None, checkpoint, max_device_memory, max_host_memory, progress, report
-    )
+    options = RunOptions(checkpoint, max_device_memory, max_host_memory, progress, report)
+    return run_rewritten(model, function, inputs, options, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """The options of `run`."""
+
+    checkpoint: Any
+    max_device_memory: int | str | None
+    max_host_memory: int | str | None
+    progress: ProgressTo
+    report: ReportTo
 
 
 # Takes the traced function, the path of each input that is a variable, and its inputs; returns another function of the
@@ -125,24 +135,21 @@ def run_rewritten(
     model: ModelSpec,
     function: Callable[..., Any],
     inputs: tuple[Any, ...],
+    options: RunOptions,
     rewrite: Rewrite | None,
-    checkpoint: Any,
-    max_device_memory: int | str | None,
-    max_host_memory: int | str | None,
-    progress: ProgressTo,
-    report: ReportTo,
 ) -> Any:
     """As `run`, of the function that `rewrite` makes of the traced one."""
     start, limit = time.perf_counter(), None
-    if max_device_memory is not None:
-        limit = parse_bytes(max_device_memory, name="max_device_memory", at_least=1)
-    budget, deliver, bar = parse_budget(max_host_memory, default_budget()), delivery(report), progress_for(progress)
+    if options.max_device_memory is not None:
+        limit = parse_bytes(options.max_device_memory, name="max_device_memory", at_least=1)
+    budget = parse_budget(options.max_host_memory, default_budget())
+    deliver, bar = delivery(options.report), progress_for(options.progress)
     if not callable(function):
         raise LazyModelError(f"run takes a function of the model, then its inputs; got {function!r}")
     require_live(model.variables)
     model.framework.check_placed(model.variables)
     with agreement(model.variables, done="run") as stage:
-        load = prepare_load(model, checkpoint)
+        load = prepare_load(model, options.checkpoint)
         if load.model is not model:
             raise LazyModelError(
                 f"run: the kernels of {model.name} are quantized once they are whole, and run reads them in parts: "
@@ -194,7 +201,7 @@ class _Variables:
             return not [*sharding.spec, *(None for _ in range(dimension + 1))][dimension]
         return isinstance(sharding, SingleDeviceSharding)
 
-    def sharding(self, part: Part) -> Sharding:
+    def sharding(self, part: VariablePart) -> Sharding:
         """The sharding of a part."""
         sharding = self.shardings[part.path]
         if isinstance(sharding, NamedSharding) and part.depth:
@@ -202,15 +209,15 @@ class _Variables:
             return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
         return sharding
 
-    def nbytes(self, value: Value) -> int:
+    def nbytes(self, value: RunValue) -> int:
         """Bytes of a part on a device."""
         return _shard_nbytes(value.aval, self.sharding(value.source))
 
-    def is_read(self, value: Value) -> bool:
+    def is_read(self, value: RunValue) -> bool:
         """Returns True if the stream yields a part, False if an init program makes it."""
         return value.source.path not in self._recipes
 
-    def item(self, value: Value, turn: int) -> StreamItem:
+    def item(self, value: RunValue, turn: int) -> StreamItem:
         """The item of a stream for a part."""
         part = value.source
         tensor = lazy(self._tensors[part.path], part.path)
@@ -259,7 +266,7 @@ def _traced(
     left = iter(sorted(structs.keys() - variables.on_host.keys()))  # in the order in which JAX flattens a dict
     paths = [next(left) if isinstance(leaf, jax.ShapeDtypeStruct) else None for leaf in given]
     values = [
-        Value(aval, data=leaf) if path is None else Value(aval, part=Part(path))
+        RunValue(aval, data=leaf) if path is None else RunValue(aval, part=VariablePart(path))
         for aval, path, leaf in zip(closed.in_avals, paths, given, strict=True)
     ]
 
@@ -279,14 +286,14 @@ class _Call:
 
     stretch: Stretch
     key: Any  # equal for calls of one program
-    program: Program
-    needed: list[Value]  # the variables that it takes
+    program: StretchProgram
+    needed: list[RunValue]  # the variables that it takes
     taken: int  # bytes of these
     live: int  # of all else that exists before it
     busy: int  # of its results and temporaries
     kept: int = 0  # of variables for later calls
-    fetch: list[Value] = dataclasses.field(default_factory=list[Value])  # variables that arrive for it
-    drop: list[Value] = dataclasses.field(default_factory=list[Value])  # values that end with it
+    fetch: list[RunValue] = dataclasses.field(default_factory=list[RunValue])  # variables that arrive for it
+    drop: list[RunValue] = dataclasses.field(default_factory=list[RunValue])  # values that end with it
     turn: int = 0  # of the stream
     ahead: int = 0  # bytes that arrive meanwhile for the next call
 
@@ -345,8 +352,8 @@ def _calls(flat: Flattened, variables: _Variables, cutter: Cutter, size: int | N
     found = stretches(cutter, size)
     last = {value: number for number, stretch in enumerate(found) for value in (*stretch.inputs, *stretch.outputs)}
     last |= dict.fromkeys(flat.values, len(found))
-    alive: dict[Value, Sharding] = {}  # inputs and constants to the end, values until their last use
-    own: Programs[Program] = Programs(len(found))
+    alive: dict[RunValue, Sharding] = {}  # inputs and constants to the end, values until their last use
+    own: Programs[StretchProgram] = Programs(len(found))
     calls: list[_Call] = []
     for number, stretch in enumerate(found):
         for value in stretch.inputs:
@@ -386,7 +393,7 @@ def _on_own_mesh(value: Any, default: Sharding) -> Any:
     return jax.device_put(value, default)
 
 
-def _given(value: Value, default: Sharding) -> jax.Array:
+def _given(value: RunValue, default: Sharding) -> jax.Array:
     """An input or constant on the devices of the model."""
     data = value.data
     if not isinstance(data, jax.Array):
@@ -398,8 +405,8 @@ def _given(value: Value, default: Sharding) -> jax.Array:
 
 def _plan_arrivals(calls: Sequence[_Call], flat: Flattened, variables: _Variables, limit: int | None) -> None:
     """Decides which variables are kept from one use to the next, which are fetched again, and when the next arrive."""
-    uses: dict[Value, list[int]] = {}
-    ends: dict[Value, int] = {}
+    uses: dict[RunValue, list[int]] = {}
+    ends: dict[RunValue, int] = {}
     for number, call in enumerate(calls):
         for value in call.needed:
             uses.setdefault(value, []).append(number)
@@ -435,7 +442,7 @@ def _run(
 ) -> list[Any]:
     """Runs everything; returns the results of the function."""
     items = [variables.item(value, call.turn) for call in calls for value in call.fetch if variables.is_read(value)]
-    values: dict[Value, Any] = {}
+    values: dict[RunValue, Any] = {}
     here, spent = all(map(on_host, variables.default.device_set)), _TRIM
     with contextlib.closing(read_items(items, budget)) as arriving:
         for call in calls:
@@ -462,8 +469,8 @@ def _run(
     return [_result(each, values) for each in flat.results]
 
 
-def _result(result: Any, values: Mapping[Value, Any]) -> Any:
-    if not isinstance(result, Value):
+def _result(result: Any, values: Mapping[RunValue, Any]) -> Any:
+    if not isinstance(result, RunValue):
         return with_weak_type(jax.numpy.asarray(result.val, result.aval.dtype), is_weak(result.aval))
     if result.data is None:
         return values[result]
@@ -485,7 +492,7 @@ def _report(calls: Sequence[_Call], flat: Flattened, variables: _Variables, **me
     fetched = [value for call in calls for value in call.fetch]
     nbytes = sum(map(variables.nbytes, fetched))
     made = sum(variables.nbytes(value) for value in fetched if value.source.path in variables.initialized)
-    whole: dict[str, set[Value]] = {}
+    whole: dict[str, set[RunValue]] = {}
     for step in (step for call in calls for step in call.stretch.steps):
         name = step.eqn.primitive.name
         if name == "dynamic_slice" and step.root is not None:

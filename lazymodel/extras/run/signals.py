@@ -30,7 +30,7 @@ from lazymodel._show.progress import ProgressTo, ReportTo
 from lazymodel._show.table import Column, Report, Table, plain
 from lazymodel._show.text import plural
 from lazymodel._transform import rekey
-from lazymodel.extras.run.run import run_rewritten
+from lazymodel.extras.run.run import RunOptions, run_rewritten
 
 # Calls that taps can be in. What has derivatives of its own (`jax.custom_vjp`, `jax.custom_jvp`) is one operation.
 _ENTERED = JIT | frozenset(name for name in CALLS if not name.startswith("custom"))
@@ -227,10 +227,10 @@ def signals(
     """
     if not isinstance(model, ModelSpec):
         raise LazyModelError(f"signals takes an abstract model, as build_abstract returns; got {type(model).__name__}")
-    options = (checkpoint, max_device_memory, max_host_memory, progress, report)
+    options = RunOptions(checkpoint, max_device_memory, max_host_memory, progress, report)
     models = [model] if seeds is None else [rekey(model, seed) for seed in range(seeds)]
     rewritten = _Rewritten(gradients)
-    found = [run_rewritten(each, function, inputs, rewritten, *options) for each in models]
+    found = [run_rewritten(each, function, inputs, options, rewritten) for each in models]
     stacked = {key: [run[key] for run in found] for key in found[0]}
     numbers = {key: np.asarray(values[0] if seeds is None else np.stack(values, -1)) for key, values in stacked.items()}
     kinds = {kind: dict(_signals(rewritten.layers, kind, numbers)) for kind in _KINDS}
@@ -238,7 +238,7 @@ def signals(
     return Signals(model.name, **kinds, value=value)
 
 
-def _signals(layers: _Layers, kind: str, numbers: Mapping[Any, np.ndarray]) -> Iterator[tuple[str, Signal]]:
+def _signals(layers: _LayerPlaces, kind: str, numbers: Mapping[Any, np.ndarray]) -> Iterator[tuple[str, Signal]]:
     """The signals of one kind by name: one for each layer of a scan."""
     for name, key in (layers.variables if kind == "variables" else layers.names).items():
         if (kind, key) not in numbers:
@@ -287,7 +287,7 @@ _tap.defvjp(_tap_forward, _tap_backward)
 class _Rewritten:
     """Makes a function of the same inputs that returns the statistics, by (kind, place)."""
 
-    layers: _Layers
+    layers: _LayerPlaces
 
     def __init__(self, gradients: bool) -> None:
         self._gradients = gradients
@@ -302,7 +302,7 @@ class _Rewritten:
             raise LazyModelError(
                 f"signals: gradients=True expected a function that returns a scalar loss, found {found}"
             )
-        self.layers = layers = _Layers(closed, paths)
+        self.layers = layers = _LayerPlaces(closed, paths)
         if not layers.names:
             raise LazyModelError(
                 "signals: no layer was found: the function has no name scope and uses no variable of the model with "
@@ -334,7 +334,7 @@ class _Rewritten:
 
 
 def _tapped(
-    closed: Any, operands: Sequence[Any], outer: tuple[int, ...], layers: _Layers, sinks: Mapping[_Key, Any]
+    closed: Any, operands: Sequence[Any], outer: tuple[int, ...], layers: _LayerPlaces, sinks: Mapping[_Key, Any]
 ) -> tuple[list[Any], dict[_Key, jax.Array]]:
     """Evaluates a jaxpr with its taps; returns its results, and statistics by place.
 
@@ -376,7 +376,7 @@ def _tapped(
 
 
 def _scanned(
-    eqn: Any, operands: Sequence[Any], place: tuple[int, ...], layers: _Layers, sinks: Mapping[_Key, Any]
+    eqn: Any, operands: Sequence[Any], place: tuple[int, ...], layers: _LayerPlaces, sinks: Mapping[_Key, Any]
 ) -> tuple[list[Any], dict[_Key, jax.Array]]:
     """The results of a scan with taps in its body, and their statistics, stacked."""
     first, carried = scanned_from(eqn)
@@ -410,7 +410,7 @@ class _Seen:
     rows: list[_Key] = dataclasses.field(default_factory=list[_Key])  # places in bodies of scans that go over it
 
 
-class _Layers:
+class _LayerPlaces:
     """The places of the outputs of layers.
 
     Attributes:

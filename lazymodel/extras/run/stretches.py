@@ -22,6 +22,7 @@ from jax.sharding import Sharding
 from lazymodel._devices.hardware import compile_lowered
 from lazymodel._programs.jaxprs import (
     CONFIG,
+    PROGRAMS,
     Canonical,
     Interned,
     Programs,
@@ -30,16 +31,16 @@ from lazymodel._programs.jaxprs import (
     run_jaxpr,
     uses_x64,
 )
-from lazymodel.extras.run.flatten import Flattened, Step, Value, nbytes_of
+from lazymodel.extras.run.flatten import Flattened, Operation, RunValue, nbytes_of
 
 _CHAIN = 8  # steps that are looked ahead for one that makes memory free: a cast, a square, a sum
 _SMALL = 16  # a result that is this many times smaller than its operands is computed as soon as it can be
 _CANDIDATES = 64  # periods that are tried
 
 
-def ordered(flat: Flattened) -> list[Step]:
+def ordered(flat: Flattened) -> list[Operation]:
     """The steps, each that makes memory free as early as possible, the others in the order of the trace."""
-    users: dict[Value, list[Step]] = collections.defaultdict(list)
+    users: dict[RunValue, list[Operation]] = collections.defaultdict(list)
     for step in flat.steps:
         for value in {*step.values}:
             users[value].append(step)
@@ -48,12 +49,12 @@ def ordered(flat: Flattened) -> list[Step]:
         left[value] = len(flat.steps) + left.get(value, 0)
     waiting = {step: len(_computed(step)) for step in flat.steps}
     numbers = {step: number for number, step in enumerate(flat.steps)}
-    done: dict[Step, None] = {}
-    seen: set[Value] = set()  # variables that a step has used
+    done: dict[Operation, None] = {}
+    seen: set[RunValue] = set()  # variables that a step has used
 
-    def chain(step: Step) -> list[Step]:
+    def chain(step: Operation) -> list[Operation]:
         """The steps from this one on that together make memory free; empty if they do not."""
-        taken, dying, stays = list[Step](), 0, False
+        taken, dying, stays = list[Operation](), 0, False
         while len(taken) < _CHAIN and not step.eqn.effects and not variables_of(step) - seen:
             operands = {value for value in step.values if value.step is not None and not value.step.cheap}
             dying += sum(nbytes_of(value.aval) for value in operands if left[value] == 1 and value.step not in taken)
@@ -79,7 +80,7 @@ def ordered(flat: Flattened) -> list[Step]:
                 continue
             done[step] = None
             seen |= variables_of(step)
-            ready: dict[Step, None] = {}
+            ready: dict[Operation, None] = {}
             for value in {*step.values}:
                 left[value] -= 1
                 if left[value] == 1 and value.step is not None and not value.step.cheap:
@@ -93,11 +94,11 @@ def ordered(flat: Flattened) -> list[Step]:
     return list(done)
 
 
-def _computed(step: Step) -> set[Step]:
+def _computed(step: Operation) -> set[Operation]:
     return {value.step for value in step.values if value.step is not None and not value.step.cheap}
 
 
-def variables_of(step: Step) -> set[Value]:
+def variables_of(step: Operation) -> set[RunValue]:
     """The variables, or parts of them, that a step needs."""
     found = {value for value in step.values if value.part is not None}
     return found | {v.step.root for v in step.values if v.step is not None and v.step.cheap and v.step.root is not None}
@@ -111,7 +112,7 @@ class Cutter:
         nbytes: Returns the bytes of a variable, or of a part of one, on a device.
     """
 
-    def __init__(self, flat: Flattened, nbytes: Callable[[Value], int]) -> None:
+    def __init__(self, flat: Flattened, nbytes: Callable[[RunValue], int]) -> None:
         self.canonical, self.steps, self._nbytes = Canonical(), ordered(flat), nbytes
         self.flat = flat
         self._equations: dict[int, Any] = {}
@@ -126,13 +127,13 @@ class Cutter:
         """Bytes of the variables of the largest step."""
         return max((sum(map(self._nbytes, found)) for found in self._variables), default=0)
 
-    def equation(self, step: Step) -> Interned:
+    def equation(self, step: Operation) -> Interned:
         """The canonical form of a step's equation."""
         if id(step.eqn) not in self._equations:  # iterations share equations, and `flat` keeps them
             self._equations[id(step.eqn)] = Interned(self.canonical.equation(step.eqn))
         return self._equations[id(step.eqn)]
 
-    def _label(self, step: Step) -> Hashable:
+    def _label(self, step: Operation) -> Hashable:
         def kind(operand: Any) -> Hashable:
             aval = self.canonical.aval(operand.aval)
             if isinstance(operand, jex.Literal):
@@ -144,7 +145,7 @@ class Cutter:
 
     def _crossing_nbytes(self) -> np.ndarray:
         """Bytes that exist before each step, without variables and what is given."""
-        last: dict[Value, int] = dict.fromkeys(self.flat.values, len(self.steps))
+        last: dict[RunValue, int] = dict.fromkeys(self.flat.values, len(self.steps))
         for number, step in enumerate(self.steps):
             last.update((value, max(number, last.get(value, 0))) for value in step.values)
         change = np.zeros(len(self.steps) + 2, np.int64)
@@ -215,7 +216,7 @@ class Cutter:
         return sum(map(self._nbytes, {value for found in self._variables[start:stop] for value in found}))
 
     def _split(self, start: int, stop: int, limit: int) -> Iterator[int]:
-        held, nbytes, after = set[Value](), 0, start
+        held, nbytes, after = set[RunValue](), 0, start
         for number in range(start, stop):
             more = self._variables[number] - held
             added = sum(map(self._nbytes, more))
@@ -255,9 +256,9 @@ class Stretch:
         hoisted: The positions of literals that are inputs of the program, as they differ among equal stretches.
     """
 
-    steps: list[Step] = dataclasses.field(default_factory=list[Step])
-    inputs: list[Value] = dataclasses.field(default_factory=list[Value])
-    outputs: list[Value] = dataclasses.field(default_factory=list[Value])
+    steps: list[Operation] = dataclasses.field(default_factory=list[Operation])
+    inputs: list[RunValue] = dataclasses.field(default_factory=list[RunValue])
+    outputs: list[RunValue] = dataclasses.field(default_factory=list[RunValue])
     form: Hashable = None
     literals: list[Any] = dataclasses.field(default_factory=list[Any])
     hoisted: tuple[int, ...] = ()
@@ -272,7 +273,7 @@ def stretches(cutter: Cutter, limit: int | None) -> list[Stretch]:
     """All stretches, in order; those of equal programs have equal forms and the same literals hoisted."""
     bounds = [0, *cutter.cuts(limit), len(cutter.steps)]
     groups = [cutter.steps[start:stop] for start, stop in itertools.pairwise(bounds)]
-    last: dict[Value, int] = {}
+    last: dict[RunValue, int] = {}
     for number, steps in enumerate(groups):
         last.update((value, number) for step in steps for value in step.values)
     last.update(dict.fromkeys(cutter.flat.values, len(groups)))
@@ -296,8 +297,8 @@ def _literal(literal: Any) -> Hashable:
     return (np.asarray(literal.val, literal.aval.dtype).tobytes(), str(literal.aval.dtype))
 
 
-def _stretch(cutter: Cutter, steps: Sequence[Step], used: set[Value], more: Sequence[Value]) -> Stretch:
-    stretch, numbers, form = Stretch(), dict[Value, Any](), list[Hashable]()
+def _stretch(cutter: Cutter, steps: Sequence[Operation], used: set[RunValue], more: Sequence[RunValue]) -> Stretch:
+    stretch, numbers, form = Stretch(), dict[RunValue, Any](), list[Hashable]()
 
     def refer(operand: Any) -> Hashable:
         if isinstance(operand, jex.Literal):
@@ -310,7 +311,7 @@ def _stretch(cutter: Cutter, steps: Sequence[Step], used: set[Value], more: Sequ
             stretch.inputs.append(operand)
         return numbers[operand]
 
-    def add(step: Step) -> None:
+    def add(step: Operation) -> None:
         for value in step.values:  # cheap steps first, so that literals are in the order of steps
             refer(value)
         operands = tuple(refer(operand) for operand in step.operands)
@@ -328,7 +329,7 @@ def _stretch(cutter: Cutter, steps: Sequence[Step], used: set[Value], more: Sequ
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class StretchProgram:
     """A compiled stretch."""
 
     run: Callable[..., Sequence[jax.Array]]
@@ -336,12 +337,9 @@ class Program:
     temp_nbytes: int  # of temporaries on each device
 
 
-_PROGRAMS: Programs[Program] = Programs(256)  # of the process: some 100 KiB each on CPUs
-
-
 def program(
-    stretch: Stretch, shardings: Sequence[Sharding], default: Sharding, own: Programs[Program]
-) -> tuple[Hashable, Program]:
+    stretch: Stretch, shardings: Sequence[Sharding], default: Sharding, own: Programs[StretchProgram]
+) -> tuple[Hashable, StretchProgram]:
     """The program of a stretch, compiled once for the process, and its key.
 
     Args:
@@ -352,12 +350,12 @@ def program(
     """
     fixed = tuple(_literal(each) for place, each in enumerate(stretch.literals) if place not in stretch.hoisted)
     settings = (uses_x64(), CONFIG.jax_threefry_partitionable, CONFIG.jax_default_matmul_precision)
-    key = (stretch.form, stretch.hoisted, fixed, tuple(shardings), default, settings)
-    known = own if any(step.eqn.effects or calls_back(step.eqn) for step in stretch.steps) else _PROGRAMS
+    key = ("stretch", stretch.form, stretch.hoisted, fixed, tuple(shardings), default, settings)
+    known = own if any(step.eqn.effects or calls_back(step.eqn) for step in stretch.steps) else PROGRAMS
     return key, known.get(key, lambda: _compiled(stretch, shardings, default))
 
 
-def _compiled(stretch: Stretch, shardings: Sequence[Sharding], default: Sharding) -> Program:
+def _compiled(stretch: Stretch, shardings: Sequence[Sharding], default: Sharding) -> StretchProgram:
     atoms: dict[Any, Any] = {value: jex.Var(value.aval) for value in stretch.inputs}
     scalars = {place: jex.Var(stretch.literals[place].aval) for place in stretch.hoisted}
     literals, equations = itertools.count(), list[Any]()
@@ -389,4 +387,4 @@ def _compiled(stretch: Stretch, shardings: Sequence[Sharding], default: Sharding
     compiled = compile_lowered(lowered, "a stretch of the function")
     memory = compiled.memory_analysis()
     outputs = tuple(jax.tree.leaves(compiled.output_shardings))
-    return Program(compiled, outputs, 0 if memory is None else int(memory.temp_size_in_bytes))
+    return StretchProgram(compiled, outputs, 0 if memory is None else int(memory.temp_size_in_bytes))

@@ -195,7 +195,7 @@ def test_parts_become_the_array(
         assert spec in ([P(None, ("y", "x"))] if axes[0] else [P(("x", "y")), P(("y", "x"), None, None)])
         return
     assert partition.own_elements().sum() == values.size
-    each = exchange.Exchange(StreamItem("w", tensor, tensor.shape, tensor.dtype, sharding), partition)
+    each = exchange.ExchangedItem(StreamItem("w", tensor, tensor.shape, tensor.dtype, sharding), partition)
     ((_, parts),) = read_items([each.part], 1 << 30)
     assert bytes_read({"w": tensor}) == values.nbytes
     array = each.whole(parts)

@@ -264,7 +264,7 @@ def test_one_compilation_for_many_threads() -> None:
 
 
 def test_programs_are_kept_for_the_process_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lazymodel._programs.programs.ProgramCache._shared.most", 2)
+    monkeypatch.setattr("lazymodel._programs.jaxprs.PROGRAMS.most", 2)
 
     def compiled(size: int) -> int:
         model = lm.build_abstract(lambda key: jax.random.normal(key, (size, 52)), KEY)
