@@ -12,6 +12,7 @@ EXTRAS = {
     "copied": "lazymodel.extras.sync.reshard",
     "device_moves": "lazymodel.extras.sync.reshard",
     "is_adapter": "lazymodel.extras.lora.merge",
+    "kept_pairs": "lazymodel.extras.lora.pairs",
     "merge": "lazymodel.extras.lora.merge",
     "open_gguf": "lazymodel.extras.quantized.gguf",
     "plain_tensors": "lazymodel.extras.quantized.families",

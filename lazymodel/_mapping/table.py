@@ -20,7 +20,6 @@ import jax
 import numpy as np
 
 from lazymodel._abstract.framework import ModelSpec
-from lazymodel._abstract.pairs import LoraPair, with_scale
 from lazymodel._abstract.variable import AbstractVariable, Captures, Template, flatten_paths, named_leaves
 from lazymodel._errors import CheckpointError, LazyModelError, warn
 from lazymodel._extras import extra
@@ -35,14 +34,10 @@ from lazymodel._mapping.entry import (
     unstacked,
     write_entry,
 )
-from lazymodel._mapping.initial import initial_value
-from lazymodel._mapping.pairs import LowRank, PairSource, pair_products, pair_values
 from lazymodel._mapping.resolve import given_checkpoint, given_tensors
 from lazymodel._mapping.source import MappedCheckpoint, described, refuse_adapter
-from lazymodel._show.text import LISTED, closest, first_lines, fold, grouped_names, listed, unnumbered
+from lazymodel._show.text import LISTED, closest, first_lines, fold, grouped_names, unnumbered
 from lazymodel._tensors.lazy import LazyTensor, lazy, left_over
-
-_MERGE = "lm.merge(checkpoint, adapter)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +168,7 @@ class WeightMap:
         mapping = WeightMap(found.entries, ignore=found.ignore)
         _, wrong = mapping.apply(checkpoint, model)
         for path, text in (wrong.misshapen | wrong.missing | wrong.ambiguous).items():
-            found.unsure.setdefault(mapping._find(path)[0][0], f"does not fit:{text}")
+            found.unsure.setdefault(mapping.entries_of(path)[0][0], f"does not fit:{text}")
         mapping.unsure = found.unsure
         mapping._notes = (("No tensor was found for", found.missing), ("No variable was found for", found.unused))
         return mapping
@@ -231,7 +226,7 @@ class WeightMap:
         """
         parts = TensorWriter()
         for path, array in arrays.items():
-            if not (found := self._find(path)):
+            if not (found := self.entries_of(path)):
                 hint = f"{closest(path, self._entries)}; give it one, None to leave it out"
                 raise LazyModelError(f"variable {path!r} has no entry in the table{hint}")
             if len(found) > 1:
@@ -246,7 +241,7 @@ class WeightMap:
         return parts.finished
 
     def adapters(
-        self, checkpoint: Any, adapter: PairSource, abstract: ModelSpec, *, scale: float | None = None
+        self, checkpoint: Any, adapter: Any, abstract: ModelSpec, *, scale: float | None = None
     ) -> MappedCheckpoint:
         """A checkpoint and a LoRA adapter under a model's own paths: the adapter's pairs become those of the model.
 
@@ -281,70 +276,24 @@ class WeightMap:
             >>> tuned.materialize(pairs)["up"]["lora_b"].max()  # lora_alpha / r is 2
             Array(2., dtype=float32)
         """
-        if not callable(getattr(cast(Any, adapter), "fit", None)):
-            raise CheckpointError(f"expected an adapter, found {adapter!r}; open one: lm.open_adapter(folder)")
-        if not isinstance(cast(Any, abstract), ModelSpec):
-            raise LazyModelError(f"adapters are for an abstract model; got {type(abstract).__name__}")
-        pairs = with_scale(abstract.framework.lora_pairs(abstract), scale)
-        if not pairs:
-            raise LazyModelError(f"{abstract.name} has no LoRA pairs; build it with them, or merge: {_MERGE}")
-        base, added = adapter.fit(given_checkpoint(checkpoint))
-        own = {path for pair in pairs for path in (pair.a, pair.b)}
-        others = {path: variable for path, variable in abstract.items() if path not in own}
-        found = map_checkpoint(base, self, abstract.with_variables(others))
-        taken: set[str] = set()
-        for pair in pairs:
-            entries = [(source, captures) for _, source, captures in self._find(pair.base) if source is not None]
-            if not entries:
-                continue
-            shapes = abstract[pair.a].shape, abstract[pair.b].shape
-            try:
-                values, names = pair_values(
-                    pair, entries[0], added, shapes, base, lambda path: initial_value(abstract, path)
-                )
-            except ValueError as error:
-                raise CheckpointError(
-                    f"adapter {adapter.path}: its product cannot be kept in {pair.a!r} {list(shapes[0])}, {pair.b!r} "
-                    f"{list(shapes[1])}, whose base is {entries[0][0]}: {error}; or merge it instead: {_MERGE}"
-                ) from error
-            found.update(values)
-            taken |= names
-        if left := [name for name in added if name not in taken]:
-            raise CheckpointError(
-                f"adapter {adapter.path}: expected a LoRA pair of {abstract.name} for each tensor that it changes, "
-                f"found none for {len(left)} of {len(added)}: {listed(map(repr, left))}; build the model with pairs "
-                f"for these, or merge it instead: {_MERGE}"
-            )
-        return found
-
-    def write_pairs(self, pairs: Iterable[LoraPair], arrays: Mapping[str, LazyTensor]) -> dict[str, LowRank]:
-        """What LoRA pairs add to tensors, by their names: the inverse direction of `adapters`. Their scales are known.
-
-        Raises:
-            LazyModelError: A pair's base has no entry or several, or the pair cannot be written; names it.
-        """
-        found: list[tuple[LoraPair, tuple[From, Captures]]] = []
-        for pair in pairs:
-            entries = [(source, captures) for _, source, captures in self._find(pair.base) if source is not None]
-            if len(entries) != 1:
-                what = "several entries" if entries else f"no entry{closest(pair.base, self._entries)}"
-                raise LazyModelError(
-                    f"{pair.base!r}, to which {pair.a!r} and {pair.b!r} belong, has {what} in the table; give it one"
-                )
-            found.append((pair, entries[0]))
-        return pair_products(found, arrays)
+        return extra("kept_pairs")(self, checkpoint, adapter, abstract, scale)
 
     def tensor_names(self, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
         """The names of the tensors that variables of these shapes are made of, as far as the table has entries."""
         names: set[str] = set()
         for path, shape in shapes.items():
-            for _, source, captures in self._find(path):
+            for _, source, captures in self.entries_of(path):
                 if source is not None:
                     places = unstacked(source, captures, shape)
                     names.update(name for _, one, known in places for name in filled_names(one, known))
         return names
 
-    def _find(self, path: str) -> list[tuple[str, From | None, Captures]]:
+    @property
+    def paths(self) -> list[str]:
+        """The paths of its entries, some of them patterns."""
+        return list(self._entries)
+
+    def entries_of(self, path: str) -> list[tuple[str, From | None, Captures]]:
         """The entries that match a path: pattern, source, captures."""
         if path in self._entries and path not in self._patterns:
             return [(path, self._entries[path][1], {})]
@@ -371,7 +320,7 @@ class WeightMap:
             return closest(name, names)
 
         for path, variable in abstract.items():
-            found = self._find(path)
+            found = self.entries_of(path)
             matched.update(pattern for pattern, _, _ in found)
             if not found:
                 report.unmapped[path] = hint("unmapped", path, self._entries)

@@ -24,7 +24,6 @@ import numpy as np
 
 from lazymodel._devices.collective import opening
 from lazymodel._errors import CheckpointError, warn
-from lazymodel._mapping.pairs import LowRank
 from lazymodel._mapping.resolve import given_checkpoint
 from lazymodel._mapping.source import described
 from lazymodel._show.text import closest, grouped_by, listed, plural
@@ -34,6 +33,7 @@ from lazymodel.checkpoints._checkpoint import Checkpoint, TensorHeader
 from lazymodel.checkpoints._open import located, open_located
 from lazymodel.checkpoints._untrusted import read_json_file
 from lazymodel.extras.lora.names import BaseNames
+from lazymodel.extras.lora.pairs import LowRank
 from lazymodel.extras.lora.peft import CONFIG, FILES, MLX, PEFT, Pair, bare_name, check_config, of_mlx, parse
 
 _MERGE = "merge it instead: lm.merge(checkpoint, adapter)"

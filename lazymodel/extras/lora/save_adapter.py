@@ -1,7 +1,7 @@
 """A model's LoRA pairs into a folder as PEFT writes it: `save_adapter`.
 
 The factors go the way of `save`, and the folder is replaced as a whole. What a pair adds to which tensor is calculated
-in `_mapping/pairs`; `extras/lora/` reads such folders.
+in `extras/lora/pairs`; `extras/lora/` reads such folders.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from lazymodel._abstract.pairs import lora_pairs, with_scale
 from lazymodel._abstract.variable import lazy_array
 from lazymodel._devices.collective import agreement
 from lazymodel._errors import LazyModelError, warn
-from lazymodel._mapping.pairs import LowRank, of_rank
 from lazymodel._mapping.table import WeightMap
 from lazymodel._remote.path import LocalPath
 from lazymodel._remote.url import is_url
@@ -34,6 +33,7 @@ from lazymodel._show.progress import Progress, progress_for
 from lazymodel._show.text import listed, parse_budget
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel.checkpoints._safetensors import OWN_DTYPES
+from lazymodel.extras.lora.pairs import LowRank, of_rank, pair_products
 from lazymodel.extras.lora.peft import CONFIG, EMBEDDINGS, FILES, PREFIX
 
 _FAR = 0.1  # relative error of a product from which outputs of a model visibly change
@@ -99,7 +99,7 @@ def save_adapter(
     with agreement(held, **TERMS):
         arrays = {path: lazy_array(path, values[path]) for pair in pairs for path in (pair.a, pair.b)}
         table = WeightMap({pair.base: pair.base for pair in pairs}) if mapping is None else mapping
-        added = {name.replace("/", "."): low for name, low in table.write_pairs(pairs, arrays).items()}
+        added = {name.replace("/", "."): low for name, low in pair_products(table, pairs, arrays).items()}
         errors = {} if rank is None else _limit(added, rank)
         if far := [f"{module} {error:.2g}" for module, error in errors.items() if error >= _FAR]:
             warn(

@@ -12,20 +12,27 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 
-from lazymodel._abstract.pairs import RANK, Axes, LoraPair
+from lazymodel._abstract.framework import ModelSpec
+from lazymodel._abstract.pairs import RANK, Axes, LoraPair, with_scale
 from lazymodel._abstract.variable import Captures
-from lazymodel._errors import LazyModelError
+from lazymodel._errors import CheckpointError, LazyModelError
 from lazymodel._mapping.entry import From, joined_names, unstacked, variable_of
+from lazymodel._mapping.initial import initial_value
+from lazymodel._mapping.resolve import given_checkpoint
+from lazymodel._mapping.source import MappedCheckpoint
+from lazymodel._mapping.table import WeightMap, map_checkpoint
+from lazymodel._show.text import closest, listed
 from lazymodel._tensors.boxes import Geometry
 from lazymodel._tensors.buffers import Steps, Workspace, assign
 from lazymodel._tensors.lazy import LazyTensor, lazy
 from lazymodel._tensors.tensor_source import TensorSource
 
+_MERGE = "lm.merge(checkpoint, adapter)"
 _Shape: TypeAlias = "tuple[int, ...]"
 _Fixed: TypeAlias = "Mapping[int, int]"  # axis of a variable → index
 
@@ -211,7 +218,48 @@ def _box(axes: Axes, fixed: _Fixed) -> tuple[slice, ...]:
 # Into a model ---------------------------------------------------------------------------------------------------------
 
 
-def pair_values(
+def kept_pairs(
+    table: WeightMap, checkpoint: Any, adapter: PairSource, abstract: ModelSpec, scale: float | None
+) -> MappedCheckpoint:
+    """The checkpoint and adapter of `WeightMap.adapters`."""
+    if not callable(getattr(cast(Any, adapter), "fit", None)):
+        raise CheckpointError(f"expected an adapter, found {adapter!r}; open one: lm.open_adapter(folder)")
+    if not isinstance(cast(Any, abstract), ModelSpec):
+        raise LazyModelError(f"adapters are for an abstract model; got {type(abstract).__name__}")
+    pairs = with_scale(abstract.framework.lora_pairs(abstract), scale)
+    if not pairs:
+        raise LazyModelError(f"{abstract.name} has no LoRA pairs; build it with them, or merge: {_MERGE}")
+    base, added = adapter.fit(given_checkpoint(checkpoint))
+    own = {path for pair in pairs for path in (pair.a, pair.b)}
+    others = {path: variable for path, variable in abstract.items() if path not in own}
+    found = map_checkpoint(base, table, abstract.with_variables(others))
+    taken: set[str] = set()
+    for pair in pairs:
+        entries = [(source, captures) for _, source, captures in table.entries_of(pair.base) if source is not None]
+        if not entries:
+            continue
+        shapes = abstract[pair.a].shape, abstract[pair.b].shape
+        try:
+            values, names = _pair_values(
+                pair, entries[0], added, shapes, base, lambda path: initial_value(abstract, path)
+            )
+        except ValueError as error:
+            raise CheckpointError(
+                f"adapter {adapter.path}: its product cannot be kept in {pair.a!r} {list(shapes[0])}, {pair.b!r} "
+                f"{list(shapes[1])}, whose base is {entries[0][0]}: {error}; or merge it instead: {_MERGE}"
+            ) from error
+        found.update(values)
+        taken |= names
+    if left := [name for name in added if name not in taken]:
+        raise CheckpointError(
+            f"adapter {adapter.path}: expected a LoRA pair of {abstract.name} for each tensor that it changes, "
+            f"found none for {len(left)} of {len(added)}: {listed(map(repr, left))}; build the model with pairs "
+            f"for these, or merge it instead: {_MERGE}"
+        )
+    return found
+
+
+def _pair_values(
     pair: LoraPair,
     entry: tuple[From, Captures],
     added: Mapping[str, LowRank],
@@ -300,14 +348,22 @@ def _with_rank(factor: LazyTensor, start: LazyTensor, axis: int) -> LazyTensor:
 # Out of a model -------------------------------------------------------------------------------------------------------
 
 
-def pair_products(
-    found: Sequence[tuple[LoraPair, tuple[From, Captures]]], arrays: Mapping[str, LazyTensor]
-) -> dict[str, LowRank]:
-    """Tensor → what pairs add to it, of pairs with the entries of their bases and arrays by path.
+def pair_products(table: WeightMap, pairs: Iterable[LoraPair], arrays: Mapping[str, LazyTensor]) -> dict[str, LowRank]:
+    """Tensor → what LoRA pairs add to it: the inverse direction of `kept_pairs`. Their scales are known.
 
     Raises:
-        LazyModelError: A pair cannot be separated into inputs and outputs of tensors; names it.
+        LazyModelError: A pair's base has no entry or several, or the pair cannot be separated into inputs and outputs
+            of tensors; names it.
     """
+    found: list[tuple[LoraPair, tuple[From, Captures]]] = []
+    for pair in pairs:
+        entries = [(source, captures) for _, source, captures in table.entries_of(pair.base) if source is not None]
+        if len(entries) != 1:
+            what = "several entries" if entries else f"no entry{closest(pair.base, table.paths)}"
+            raise LazyModelError(
+                f"{pair.base!r}, to which {pair.a!r} and {pair.b!r} belong, has {what} in the table; give it one"
+            )
+        found.append((pair, entries[0]))
     places = [_checked(pair, entry, arrays) for pair, entry in found]
     orientations = [_orientations(pair, of[0]) for (pair, _), of in zip(found, places, strict=True)]
     # A square matrix is stored as the others are, by default as PyTorch does.
