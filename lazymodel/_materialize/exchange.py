@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from lazymodel._devices.collective import CollectiveScope
 from lazymodel._devices.hardware import process_mesh
 from lazymodel._errors import CheckpointError
-from lazymodel._materialize.stream import StreamItem, in_file_order
+from lazymodel._materialize.stream import StreamItem
 from lazymodel._programs.jaxprs import PROGRAMS, is_key
 from lazymodel._remote.path import holding, reading_ahead
 from lazymodel._show.progress import Timeline
@@ -89,14 +89,14 @@ class ExchangedItem:
 
 
 def exchanges(items: Iterable[StreamItem], replicas: str | None) -> dict[str, ExchangedItem]:
-    """Path → variable to exchange, in the order in which a stream yields the variables.
+    """Path → variable to exchange, in the order of the items.
 
     Args:
-        items: The items to read; tensors are lazy.
+        items: The items to read, in file order; tensors are lazy.
         replicas: `"exchange"`, `"read"`, or None to exchange only what comes over a network.
     """
     found: dict[str, ExchangedItem] = {}
-    for item in in_file_order(items):
+    for item in items:
         tensor = cast(LazyTensor, item.tensor)
         if not is_exchanged(tensor, replicas):
             continue
@@ -223,9 +223,9 @@ class Share:
 
 
 def shares(items: Iterable[StreamItem], replicas: str | None, limit: int) -> list[Share]:
-    """Small variables of remote files, in file order, in rounds of at most `limit` bytes."""
+    """Small variables of remote files, in the order of the items, in rounds of at most `limit` bytes."""
     found: dict[str, tuple[StreamItem, list[tuple[ByteReader, int, int]]]] = {}
-    for item in in_file_order(items):
+    for item in items:
         mesh = item.sharding.mesh if isinstance(item.sharding, NamedSharding) else None
         processes = mesh_processes(mesh) if isinstance(mesh, Mesh) else np.zeros(1)
         # All processes run the programs, so a variable of only some of them is not shared.
