@@ -12,8 +12,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, cast, overload
 
 from lazymodel._abstract.framework import ModelSpec
+from lazymodel._abstract.frameworks import adapters
 from lazymodel._abstract.garbage import no_full_collections
-from lazymodel._abstract.variable import AbstractVariable, adapters, device_nbytes, resident_nbytes, stays_on_host
+from lazymodel._abstract.variable import AbstractVariable, device_nbytes, resident_nbytes, stays_on_host
 from lazymodel._errors import LazyModelError
 from lazymodel._extras import ExtraMethod
 from lazymodel._materialize.materialize import materialize, stream

@@ -6,30 +6,24 @@ a host keeps the shard of each of its devices. Paths come from a pytree's keys, 
 An array of numbers or booleans of NumPy that an init function returns is a variable with `on_host`, and is returned as
 a NumPy array with its own dtype. It becomes a `jax.Array` only if a rule splits it over devices, and never if JAX would
 narrow it (64 bits without `jax_enable_x64`). An array of anything else is returned unchanged, like Python objects.
-
-Adapters of frameworks are found here: the module of one is imported only if its framework is in `sys.modules`. Adapters
-elsewhere register in the entry-point group `lazymodel.adapters` under their framework's top-level module.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
-import importlib
-import importlib.metadata
 import math
 import os
 import re
-import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, TypeGuard, cast
+from typing import Any, TypeAlias, TypeGuard, cast
 
 import jax
 import numpy as np
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from lazymodel._abstract.frameworks import adapters
 from lazymodel._errors import LazyModelError, ShardingError
 from lazymodel._programs.jaxprs import is_key, stored_as
 from lazymodel._show.table import placed_text
@@ -469,62 +463,6 @@ def flat_axes(name: Any) -> tuple[str, ...]:
     """The axes that one entry names: none, one, or several."""
     entries = name if isinstance(name, tuple | list) else (name,)
     return tuple(str(axis) for axis in entries if axis is not None)
-
-
-# Framework module → the module that exposes `adapter`; the extra by the framework's name installs what it needs.
-_ADAPTERS = {"keras": "lazymodel_keras", "flax": "lazymodel_flax"}
-
-
-class Adapter(Protocol):
-    """The module-level `adapter` of a framework's integration.
-
-    It may also have, with None for objects of other frameworks, `lora_pairs(model)`, the LoRA pairs of a built model,
-    and `opened(args, kwargs)`, the `OpenedArguments` of a call that may change its objects. And `states(model)`, a tree
-    with the states of the framework's objects in their places.
-    """
-
-    def matches(self, build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Returns True if `build` belongs to this framework, or returns an object of it."""
-        ...
-
-    def build_abstract(self, build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Builds abstractly what `build(*args, **kwargs)` would build."""
-        ...
-
-    def arrays(self, model: Any) -> dict[str, Any] | None:
-        """A built model's arrays, under the paths that `build_abstract` gives; None for objects of other frameworks."""
-        ...
-
-    def with_arrays(self, model: Any, arrays: Mapping[int, Any]) -> Any:
-        """The model with some of its arrays replaced; these are identified by their `id`."""
-        ...
-
-
-def named(framework: str) -> Any:
-    """The adapter of a framework, which is imported; raises LazyModelError if the adapter or a requirement is missing.
-
-    That of Keras also has `from_config` and `convert`.
-    """
-    modules = _modules()
-    if framework not in modules:
-        raise LazyModelError(f"there is no adapter for {framework!r}; known are {', '.join(modules)}")
-    try:
-        return importlib.import_module(modules[framework]).adapter
-    except ModuleNotFoundError as error:
-        raise LazyModelError(
-            f"models of {framework} need {error.name}, which is not installed: pip install 'lazymodel[{framework}]'"
-        ) from error
-
-
-def adapters() -> Iterator[Adapter]:
-    """The adapters whose framework has been imported."""
-    return (importlib.import_module(module).adapter for name, module in _modules().items() if name in sys.modules)
-
-
-@functools.cache
-def _modules() -> dict[str, str]:
-    entries = importlib.metadata.entry_points(group="lazymodel.adapters")
-    return {**_ADAPTERS, **{entry.name: entry.value for entry in entries}, **_ADAPTERS}
 
 
 # Subclasses may have more than their elements, as masked arrays do; a memory map is an array like any other.

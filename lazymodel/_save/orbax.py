@@ -17,7 +17,8 @@ import jax
 import numpy as np
 
 from lazymodel._abstract.framework import ModelSpec
-from lazymodel._abstract.variable import ARRAYS, NUMBERS, adapters, as_array, path_text
+from lazymodel._abstract.frameworks import adapters
+from lazymodel._abstract.variable import ARRAYS, NUMBERS, as_array, path_text
 from lazymodel._errors import LazyModelError
 from lazymodel._remote.path import LocalPath
 from lazymodel._save.destination import SavedFile, WholeFolder

@@ -22,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from lazymodel._abstract.framework import ModelSpec
-from lazymodel._abstract.variable import adapters, lazy_array, named_arrays
+from lazymodel._abstract.frameworks import adapters
+from lazymodel._abstract.variable import lazy_array, named_arrays
 from lazymodel._devices.collective import agreement
 from lazymodel._errors import CheckpointError, LazyModelError, warn
 from lazymodel._extras import extra

@@ -24,7 +24,7 @@ from typing import Any, cast
 import jax
 
 import lazymodel as lm
-from lazymodel._abstract.variable import named
+from lazymodel._abstract.frameworks import adapter_of
 from lazymodel._devices.hardware import device_memory, libtpu_environment
 from lazymodel._errors import DoesNotFitError, LazyModelError, is_library
 from lazymodel._extras import extra
@@ -159,7 +159,7 @@ def _model(arguments: argparse.Namespace, options: dict[str, Any]) -> list[str]:
         raise LazyModelError(f"--to {arguments.to} is for checkpoints; with --cls it is preset or huggingface")
     os.environ.setdefault("KERAS_BACKEND", "jax")
     with quiet_tensorflow():
-        framework = named("keras")
+        framework = adapter_of("keras")
     return framework.convert(
         arguments.cls,
         arguments.source,

@@ -25,7 +25,8 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from rich.console import Console
 from rich.markup import escape
 
-from lazymodel._abstract.variable import PINNED_HOST, named
+from lazymodel._abstract.frameworks import adapter_of
+from lazymodel._abstract.variable import PINNED_HOST
 from lazymodel._compile import Compile
 from lazymodel._devices.hardware import arithmetic_mesh, libtpu_environment
 from lazymodel._devices.hardware import topology as compiled_mesh
@@ -314,7 +315,7 @@ def _model(source: str, arguments: argparse.Namespace, dtype: str | None, built:
         return build_abstract(factory)
     os.environ.setdefault("KERAS_BACKEND", "jax")
     with quiet_tensorflow():
-        adapter = named("keras")
+        adapter = adapter_of("keras")
     model = adapter.from_config(source, cls=arguments.cls, dtype=dtype, storage_options=options)
     if built.quantize is not None:
         with warnings.catch_warnings():

@@ -15,7 +15,8 @@ import jax
 from jax.sharding import NamedSharding, Sharding
 
 from lazymodel._abstract.framework import ModelSpec
-from lazymodel._abstract.variable import AbstractVariable, adapters, flatten_paths, is_offloaded
+from lazymodel._abstract.frameworks import adapters
+from lazymodel._abstract.variable import AbstractVariable, flatten_paths, is_offloaded
 from lazymodel._devices.collective import CollectiveScope, agreement, layout_of
 from lazymodel._devices.hardware import is_live
 from lazymodel._errors import LazyModelError, ShardingError

@@ -16,9 +16,9 @@ import jax
 import numpy as np
 
 from lazymodel._abstract.framework import Conversion, ModelSpec
+from lazymodel._abstract.frameworks import adapters
 from lazymodel._abstract.variable import (
     AbstractVariable,
-    adapters,
     device_shardings,
     matched_paths,
     refuse_deleted,
