@@ -454,26 +454,6 @@ def _module(cls: Any, config: Any, weights: Any, tokenizer: Any) -> Any:
     return SimpleNamespace(backbone_cls=cls, **names)
 
 
-def converter(row: Architecture) -> Any:
-    """The converter for a type of model; None if KerasHub's own converter is sufficient."""
-    models = _upstream.hub_models()
-    if row in (LLAMA2, LLAMA3):
-        own = _upstream.converter("llama3")
-        cls = models.LlamaBackbone if row is LLAMA2 else own.backbone_cls
-        tokenizer = _with_sentence_piece if row is LLAMA2 else own.convert_tokenizer
-
-        def config_of(config: Settings) -> Settings:
-            return {**own.convert_backbone_config(config), "layer_norm_epsilon": config["rms_norm_eps"]}
-
-        return _module(cls, config_of, own.convert_weights, tokenizer)
-    if row is TEKKEN:
-        own = _upstream.converter("mistral")
-        return _module(own.backbone_cls, own.convert_backbone_config, own.convert_weights, _tekken)
-    if row is PHI3:
-        return _module(models.Phi3Backbone, _phi3_config, _phi3_weights, _with_sentence_piece)
-    return None
-
-
 def _with_sentence_piece(cls: Any, preset: str, **kwargs: Any) -> Any:
     return cls(_upstream.preset_file(preset, "tokenizer.model"), **kwargs)
 
@@ -685,6 +665,25 @@ class GgufFolder:
     def location(self, _: str) -> str | RemotePath:
         """Returns the file for a path in the folder."""
         return self._given if isinstance(self._given, RemotePath) else self.where
+
+    def converter(self) -> Any:
+        """The converter for a type of model; None if KerasHub's own converter is sufficient."""
+        row, models = self.row, _upstream.hub_models()
+        if row in (LLAMA2, LLAMA3):
+            own = _upstream.converter("llama3")
+            cls = models.LlamaBackbone if row is LLAMA2 else own.backbone_cls
+            tokenizer = _with_sentence_piece if row is LLAMA2 else own.convert_tokenizer
+
+            def config_of(config: Settings) -> Settings:
+                return {**own.convert_backbone_config(config), "layer_norm_epsilon": config["rms_norm_eps"]}
+
+            return _module(cls, config_of, own.convert_weights, tokenizer)
+        if row is TEKKEN:
+            own = _upstream.converter("mistral")
+            return _module(own.backbone_cls, own.convert_backbone_config, own.convert_weights, _tekken)
+        if row is PHI3:
+            return _module(models.Phi3Backbone, _phi3_config, _phi3_weights, _with_sentence_piece)
+        return None
 
     def tensors(self, *, fresh: bool) -> GgufModel:
         """The weights; `fresh` opens the file again."""

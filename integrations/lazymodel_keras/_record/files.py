@@ -13,6 +13,7 @@ lazy tensors; everything else is as upstream, errors included, because loaders p
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import itertools
 import operator
@@ -48,11 +49,11 @@ from lazymodel.extras.quantized.config import find_config
 from lazymodel.extras.quantized.families import require_known
 from lazymodel.extras.quantized.scaled import CODES, Float4Tensor, scaled_pairs
 from lazymodel_keras import _upstream
-from lazymodel_keras._gguf import GgufFolder, converter
 
 _MOST = 256 << 20  # bytes of all small files of a preset; the largest vocabularies have a tenth of it
 _WEIGHTS = (".h5", ".hdf5", ".safetensors", ".keras", ".npz", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack")
 _TORCH = (".bin", ".bin.index.json")  # what PyTorch's files, which KerasHub does not read, are called by Hugging Face
+_GGUF = "lazymodel_keras._gguf"  # loaded when the first GGUF file is opened
 _STOCK = ("hf", "gs")  # schemes that KerasHub reads by itself, with a download
 
 
@@ -129,7 +130,8 @@ class RemoteFiles:
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
         self.options = options
-        self._folders: dict[str, _Folder | GgufFolder] = {}  # by URL or path, as given and as displayed
+        # By URL or path, as given and as displayed; for a GGUF file its `GgufFolder`.
+        self._folders: dict[str, Any] = {}
         self._located: dict[str, Location] = {}
         self._own: str | None = None
 
@@ -155,8 +157,9 @@ class RemoteFiles:
         """
         name = shown(url)
         if is_gguf(url):
-            if not isinstance(folder := self._folders.get(url), GgufFolder):
-                folder = GgufFolder(located(url, self.options if is_url(url) else None), self._own_folder())
+            if (folder := self._folders.get(url)) is None:
+                where = located(url, self.options if is_url(url) else None)
+                folder = importlib.import_module(_GGUF).GgufFolder(where, self._own_folder())
                 self._folders[url] = self._folders[name] = folder
             if cls is not None:
                 folder.choose(cls)
@@ -180,10 +183,10 @@ class RemoteFiles:
         folder = self._holding(path)
         return path if folder is None else folder.location(path)
 
-    def gguf(self, path: str) -> GgufFolder | None:
+    def gguf(self, path: str) -> Any:
         """The GGUF file for a placeholder path or a registered preset; None for others."""
         folder = self._folders.get(path) or self._holding(path)
-        return folder if isinstance(folder, GgufFolder) else None
+        return None if isinstance(folder, _Folder) else folder
 
     def located(self, path: Any) -> Any:
         """The location of a URL (raises CheckpointError if nothing is there); paths are returned unchanged."""
@@ -213,7 +216,7 @@ class RemoteFiles:
             raise CheckpointError(f"there is no checkpoint at {where}: the store has nothing there") from None
         return path if path.endswith((".weights.h5", ".weights.json")) else StandIn(where, path)
 
-    def _holding(self, path: str) -> _Folder | GgufFolder | None:
+    def _holding(self, path: str) -> Any:
         """The folder that contains a path."""
         folders = self._folders.values() if os.path.isabs(path) else ()
         return next((folder for folder in folders if Path(path).is_relative_to(folder.own)), None)
@@ -488,7 +491,7 @@ def _from_preset(recording: Any, original: Any, cls: Any, preset: Any, *args: An
 def _convert_otherwise(recording: Any, original: Any, self: Any, preset: Any, config: Any) -> None:
     """Makes one of our converters convert a GGUF file of a model that KerasHub has no converter for."""
     folder = recording.remote.gguf(preset)
-    ours = None if folder is None else converter(folder.row)
+    ours = None if folder is None else folder.converter()
     original(self, preset, config if ours is None else {**config, "model_type": "llama"})
     if ours is not None:
         self.config, self.converter = config, ours

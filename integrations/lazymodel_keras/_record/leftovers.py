@@ -24,7 +24,6 @@ from lazymodel._tensors.shards import StoredTensor, unused_tensors
 from lazymodel.checkpoints import SafetensorsFile
 from lazymodel.checkpoints._untrusted import read_json_file, shard_path, weight_map
 from lazymodel.extras.quantized.config import ADVICE
-from lazymodel_keras._gguf import GgufModel
 from lazymodel_keras._record.files import folder_config
 
 # For any model: buffers, parts trained for speculative decoding, and value heads.
@@ -92,7 +91,7 @@ class Leftovers:
         self._files: dict[Location, Any] = {f.where: f for f in files.values() if f.tensors.format in kinds}
         self._by_folder: dict[Location, dict[Location, list[str]]] = {}  # folder, or GGUF file → file → names
         for path, file in self._files.items():
-            folder = path if isinstance(file.tensors, GgufModel) else path.parent
+            folder = path if file.tensors.format == "gguf" else path.parent
             self._by_folder.setdefault(folder, {})[path] = file.unused
         for folder, unused in self._by_folder.items():
             if all(isinstance(self._files[path].tensors, SafetensorsFile) for path in unused):
