@@ -28,7 +28,7 @@ from lazymodel_keras import _versions as _versions  # first: with older versions
 from lazymodel._show import clock as _clock
 from lazymodel_keras._adapter import adapter
 from lazymodel_keras._build import enable_lora
-from lazymodel_keras._model.keras_object import distribution
+from lazymodel_keras._model.distribution import distribution
 from lazymodel_keras._model.lora import merge_lora
 from lazymodel_keras._tensorflow import leave_out_tensorflow
 from lazymodel_keras._train.callbacks import TrainingCheckpoint, TrainingState, training_state

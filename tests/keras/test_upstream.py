@@ -34,6 +34,20 @@ def test_variables_made_in_a_stateless_scope_are_pending() -> None:
     assert variable._value is None, "a variable taken off the list is not initialized"
 
 
+def test_a_layers_output_is_known_where_its_layout_is_asked_for() -> None:
+    found: list[Any] = []
+
+    class Asked(keras.distribution.ModelParallel):
+        def get_tensor_layout(self, path: str) -> None:
+            found.append((path, _upstream.output_of_caller()))
+
+    mesh = keras.distribution.DeviceMesh((8,), ["batch"], keras.distribution.list_devices())
+    layer = keras.layers.Dense(2, name="own")
+    with Asked(layout_map=keras.distribution.LayoutMap(mesh)).scope():
+        output = layer(np.ones((3, 4)))
+    assert [(path, each is output) for path, each in found if path.endswith("/output")] == [("own/output", True)]
+
+
 BLOCKS = ["abs_max_quantize_grouped_with_zero_point"] if parts(KERAS) >= (3, 14) else []
 CHECKED = ["safe_get_h5_dataset", "safe_get_h5_group"] if parts(KERAS) >= (3, 15) else []
 WHOLE = ["_load_model_from_orbax_checkpoint"] if parts(KERAS) >= (3, 14) else []

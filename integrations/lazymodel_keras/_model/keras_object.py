@@ -1,12 +1,7 @@
 """A Keras object whose variables are abstract: its parts, how it is filled, and how another one is built.
 
-Training state of a model: optimizer state that is placed like the variables it belongs to.
-
-Responsible for finding the model variable that an optimizer variable belongs to, and for meshes and distributions that
-Keras can train on. Not responsible for the training itself, which is Keras' own `fit`.
-
-Creates an `AbstractModel` from a Keras object whose variables are abstract.
-
+Creates an `AbstractModel` from such an object, and finds the model variable that an optimizer variable belongs to, as
+it is placed like that.
 """
 
 from __future__ import annotations
@@ -28,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
 from lazymodel import AbstractModel, CheckpointError, LazyModelError, LazyTensor
 from lazymodel._abstract.framework import Framework, LoweredFunction, ModelSpec, Optimized, PlannedFunction
@@ -113,62 +108,6 @@ def kept_sharding(sharding: Any) -> Any:
     if sharding == SingleDeviceSharding(default) and jax.config.jax_default_device in (None, default):
         return None
     return automatic_sharding(sharding)
-
-
-def distribution(mesh: Mesh, batch_axis: str | None = None) -> Any:
-    """The `keras.distribution` under which `fit` splits batches over an axis of the mesh that a model was placed on.
-
-    Without one, `fit` works as well, but every device along the batch axis computes the same whole batch, and the
-    compiler chooses where updated variables are until the end of an epoch. Variables keep their shardings; new ones,
-    such as metrics, are replicated. What `compile` created outside of its scope, such as the optimizer's step count, is
-    moved to the mesh when `fit` begins.
-
-    Args:
-        mesh: The mesh that the model was placed on.
-        batch_axis: The mesh axis over which batches are split; None is the mesh's first axis.
-
-    Raises:
-        ShardingError: The mesh has no such axis.
-
-    Example:
-        >>> model = lm.build_abstract(make_model).shard(mesh, {".*/kernel": P("model"), ".*": P()}).materialize()
-        >>> with lk.distribution(mesh).scope():
-        ...     history = model.fit(np.ones((16, 16)), np.zeros((16, 8)), verbose=0)
-    """
-    names = list(mesh.axis_names)
-    if batch_axis is not None and batch_axis not in names:
-        raise ShardingError(f"the mesh has no axis {batch_axis!r} to split batches over; its axes are {names}")
-    devices = [f"{device.platform}:{device.id}" for device in mesh.devices.flat]
-    device_mesh = keras.distribution.DeviceMesh(mesh.devices.shape, names, devices)
-    layouts = keras.distribution.LayoutMap(device_mesh)
-    # With one process or several, each process brings its own batches, as without a distribution.
-    return _Training(layout_map=layouts, batch_dim_name=batch_axis or names[0], auto_shard_dataset=False)
-
-
-class _Training(keras.distribution.ModelParallel):
-    """The distribution of a model that was placed before."""
-
-    @contextlib.contextmanager
-    def scope(self) -> Generator[None]:
-        with super().scope(), _training.needed(self.device_mesh.backend_mesh):
-            yield
-
-
-_training = _upstream.SharedPatches()
-
-
-@_training.replacing(_upstream.Trainer, "make_train_function")
-@_training.replacing(_upstream.Trainer, "make_test_function")
-def _on_one_mesh(mesh: Mesh, original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Moves variables on one device to the mesh of the others: Keras gives all of them to one program."""
-    held = {id(variable): (variable, _upstream.value(variable)) for variable in model_variables(self)}
-    arrays = [(variable, array) for variable, array in held.values() if isinstance(array, jax.Array)]
-    if any(isinstance(array.sharding, NamedSharding) for _, array in arrays):
-        replicated = NamedSharding(mesh, PartitionSpec())
-        for variable, array in arrays:
-            if isinstance(array.sharding, SingleDeviceSharding):
-                replace(variable, jax.device_put(np.asarray(array), replicated))
-    return original(self, *args, **kwargs)
 
 
 def _cross_entropy(outputs: Any, inputs: Any) -> Any:
