@@ -37,6 +37,7 @@ class Original:
         finish: Changes the tensors in place, where checkpoints store other ones.
         task: The name of the KerasHub task to load besides the backbone, where the converter has a head for it.
         files: Other weight files of the folder: path to tensors.
+        since: The first version of KerasHub that converts it, if that is newer than the tested one.
     """
 
     architecture: str
@@ -47,6 +48,7 @@ class Original:
     finish: Callable[[Tensors], None] | None = None
     task: str = ""
     files: dict[str, Callable[[], Tensors]] = dataclasses.field(default_factory=dict)
+    since: str = "0"
 
 
 _WIDTH = 32
@@ -179,12 +181,37 @@ HUGGING_FACE: dict[str, Original] = {
         finish=_untie,
     ),
     "deit": Original("DeiTForImageClassificationWithTeacher", {**_IMAGE, "num_labels": 5}, task="DeiTImageClassifier"),
+    # Two layers of full attention: the converter takes their distance for the pattern.
+    "diffusion_gemma": Original(
+        "DiffusionGemmaForBlockDiffusion",
+        {
+            "text_config": {
+                **_WINDOW, "global_head_dim": 16, "layer_types": ["full_attention"] * 2, "num_experts": 4,
+                "top_k_experts": 2, "moe_intermediate_size": 16,
+            },
+            "vision_config": _GEMMA4_VISION,
+        },
+        entries={"text_config": {"final_logit_softcapping": 30.0}},
+        task="DiffusionGemmaBlockDiffusionLM",
+        since="0.33",
+    ),
     "dinov2": Original("Dinov2Model", {**_IMAGE, "mlp_ratio": 2}),
     "dinov2_with_registers": Original("Dinov2WithRegistersModel", {**_IMAGE, "mlp_ratio": 2}),
     "dinov3_vit": Original("DINOv3ViTModel", _IMAGE),
     "distilbert": Original(
         "DistilBertForMaskedLM",
         {"vocab_size": 64, "n_layers": 2, "n_heads": 4, "dim": _WIDTH, "hidden_dim": 64, "max_position_embeddings": 16},
+    ),
+    "embedding_gemma2": Original(
+        "EmbeddingGemma2Model",
+        {
+            "text_config": {
+                **_WINDOW, "global_head_dim": 16, "layer_types": ["sliding_attention", "full_attention"],
+                "hidden_size_per_layer_input": 8, "embedding_dim": 16,
+            },
+            "vision_config": _GEMMA4_VISION, "audio_config": _GEMMA4_AUDIO,
+        },
+        since="0.33",
     ),
     "esm": Original(
         "EsmForMaskedLM",
@@ -249,6 +276,13 @@ HUGGING_FACE: dict[str, Original] = {
     ),
     "mistral": Original("MistralForCausalLM", _DECODER),
     "mixtral": Original("MixtralForCausalLM", {**_DECODER, "num_local_experts": 4, "sliding_window": 16}),
+    "modernbert": Original(
+        "ModernBertForMaskedLM",
+        {**_ENCODER, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
+        entries={"global_attn_every_n_layers": 3},
+        task="ModernBertMaskedLM",
+        since="0.33",
+    ),
     "paligemma": Original(
         "PaliGemmaForConditionalGeneration",
         {
