@@ -1,13 +1,12 @@
 """`lazymodel convert` between all formats under a budget: seconds, and private memory, beside `cp` and `sync`.
 
-    python tests/benchmarks/convert.py [--gib 1] [--budget 128MiB] [--runs 3] [--folder DIR] [--cls]
+    python tests/benchmarks/convert.py [--gib 1] [--budget 128MiB] [--runs 3] [--folder DIR]
 
 A float32 checkpoint of that many GiB, a quarter of it one tensor, is converted to bfloat16 safetensors, as `cp` and
 `sync` of the same file take turns with it; then from safetensors to each format, and from that back to safetensors.
 Memory is the peak of the process's private memory (RssAnon) beyond what it holds once its modules are imported.
-Sources are in the page cache. With --cls it is a GPT-2 of that many GiB instead, from a Hugging Face folder to a
-preset of KerasHub and back, which is verified, as always. Every conversion is removed once it was measured; there is
-room for twice the checkpoint needed.
+Sources are in the page cache. Every conversion is removed once it was measured; there is room for twice the checkpoint
+needed.
 """
 
 from __future__ import annotations
@@ -53,45 +52,18 @@ def checkpoint(gib: float) -> dict[str, lm.LazyTensor]:
 
 def converted(*arguments: str | Path) -> _measure.Measurement:
     """Converts in a process of its own, which is measured from its imports on."""
-    return _measure.child("convert", *arguments, devices=1)
+    return _measure.child(*arguments, devices=1)
 
 
-def child(what: str, *given: str) -> dict[str, Any]:
-    if what == "gpt2":
-        return gpt2(float(given[0]), Path(given[1]))
+def child(*given: str) -> dict[str, Any]:
     import h5py  # noqa: F401  # what only some formats need counts as imported for all
     import tensorstore  # noqa: F401
 
-    if "--cls" in given:
-        import keras_hub  # noqa: F401
     from lazymodel.__main__ import main as command
 
     with _measure.measured() as report:
         assert command(["convert", "--quiet", *given]) == 0
     return report
-
-
-def gpt2(gib: float, folder: Path) -> dict[str, Any]:
-    """In the child: a Hugging Face folder, a quarter of its float32 one tensor."""
-    import keras_hub
-
-    import lazymodel_keras as lk
-
-    sizes = {"hidden_dim": 2048, "intermediate_dim": 8192, "num_heads": 16, "max_sequence_length": 128}
-    config = {"vocabulary_size": int(gib * 32768), "num_layers": max(round(4 * gib), 1)}
-    with _measure.measured() as report:
-        abstract = lm.build_abstract(lambda: keras_hub.models.GPT2Backbone(**config, **sizes))
-        lk.save_preset(abstract, folder, to="huggingface")
-    return report | {"bytes": abstract.nbytes, "largest": max(variable.nbytes for variable in abstract.values())}
-
-
-def models(gib: float, budget: str, folder: Path) -> None:
-    made = _measure.child("gpt2", gib, folder / "hugging", devices=1).result
-    print(f"GPT-2, {made['bytes'] / 2**30:.2f} GiB of float32, its largest tensor {made['largest'] / 2**20:.0f} MiB")
-    for source, target, to in (("hugging", "preset", "preset"), ("preset", "out", "huggingface")):
-        options = ["--cls", "GPT2Backbone", "--to", to, "--max-host-memory", budget]
-        found = converted(folder / source, folder / target, *options)
-        print(f"{source:8} → {to:12} {found.seconds:6.2f} s, imports + {found.peak_nbytes / 2**20:4.0f} MiB")
 
 
 def emptied(folder: Path) -> None:
@@ -126,13 +98,9 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--budget", default="128MiB")
     parser.add_argument("--folder", help="where to work; default: a temporary folder")
-    parser.add_argument("--cls", action="store_true", help="a model of KerasHub, there and back")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as made:
         folder = Path(made)
-        if arguments.cls:
-            models(arguments.gib, arguments.budget, folder)
-            return
         source = folder / "in.safetensors"
         lm.save(checkpoint(arguments.gib), source)
         subprocess.run(["cat", source], stdout=subprocess.DEVNULL, check=True)

@@ -94,8 +94,6 @@ DECODE = {
     "awq": awq, "nf4": nf4, "int8": int8, "mxfp4": mxfp4, "nvfp4": nvfp4,
 }  # fmt: skip
 GGUF = ("Q8_0", "Q4_0", "Q4_K", "Q6_K", "IQ3_S")
-# Measured on request:
-MORE_GGUF = ["Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q5_K", "IQ4_NL", "IQ4_XS", "MXFP4", "IQ1_S", "IQ2_XXS", "TQ1_0"]
 
 
 def forms() -> dict[str, Any]:
@@ -187,7 +185,7 @@ def child(how: str, name: str, folder: str) -> dict[str, Any]:
 def main() -> None:
     _measure.in_child(child)
     parser = _measure.arguments(__doc__, runs=3)
-    parser.add_argument("--forms", nargs="+", choices=(*DECODE, *GGUF, *MORE_GGUF), default=[*DECODE, *GGUF])
+    parser.add_argument("--forms", nargs="+", choices=(*DECODE, *GGUF), default=[*DECODE, *GGUF])
     parser.add_argument("--gib", type=float, default=1.0, help="of result, in GiB")
     options = parser.parse_args()
     found: dict[str, dict[str, dict[str, float]]] = {}

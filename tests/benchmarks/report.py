@@ -30,10 +30,9 @@ RESULTS = Path(__file__).with_name("results.json")
 PAGE, PICTURES = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "drawings"
 BEGIN, END = "<!-- written by tests/benchmarks/report.py -->", "<!-- end -->"
 
-STREAM = "limit first last orbax orbax-last limit-preset preset stock"
 COMMANDS = {
     "preset": "load_preset.py --runs 3 --json --plot tests/benchmarks/load_preset.svg",
-    "stream": f"stream.py --runs 3 --json --only {STREAM}",
+    "stream": "stream.py --runs 3 --json",
     "int8": "quantize_preset.py --runs 1 --json",
     "qwen3_moe": "moe_converter.py --runs 3 --json",
     "gpt_oss": "moe_converter.py --model gpt_oss --runs 1 --json",

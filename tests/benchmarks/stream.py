@@ -2,24 +2,21 @@
 
     python tests/benchmarks/stream.py [--runs 5] [--only NAME ...] [--json]
 
-Three checkpoints are written once: a bf16 safetensors folder in 3 shards, shaped like a decoder, and a Keras preset in
-f32 (a Gemma2 saved with `save_to_preset`), each of more than 1 GiB; and a folder of 0.6 GB in 233 smaller tensors, for
-which what each variable costs counts. The ways of reading take turns, each in its own process, with the page cache
-warm. Seconds are from the call, of building the model as well, until every array is ready. Memory is the peak of
-private memory over what the process held before the call, as a multiple of the checkpoint's bytes.
+Two checkpoints are written once, each of more than 1 GiB: a bf16 safetensors folder in 3 shards, shaped like a decoder,
+and a Keras preset in f32 (a Gemma2 saved with `save_to_preset`). The ways of reading take turns, each in its own
+process, with the page cache warm. Seconds are from the call, of building the model as well, until every array is ready.
+Memory is the peak of private memory over what the process held before the call, as a multiple of the checkpoint's
+bytes.
 
-`limit` and `limit-last` are no loaders. In the first, 2 threads read the same bytes with `preadv` into fresh
-64-byte-aligned buffers (on huge pages, which is what is fastest here) and do nothing else. In the second, 2 threads of
-C (a compiler is needed) copy the rows of each device's shard from a map of the files with `memcpy`.
+`limit` is no loader: 2 threads read the same bytes with `preadv` into fresh 64-byte-aligned buffers (on huge pages,
+which is what is fastest here) and do nothing else.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import mmap
 import os
-import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,25 +25,17 @@ from typing import Any
 import _measure
 import load_preset
 
-DECODER, MANY = (32000, 2048, 5632, 10), (32000, 896, 2304, 29)  # vocabulary, hidden and intermediate size, layers
+DECODER = (32000, 2048, 5632, 10)  # vocabulary, hidden and intermediate size, layers
 PRESET = {"num_layers": 8, "hidden_dim": 2048, "intermediate_dim": 16384}  # of the Gemma2 of load_preset.py
 
 BACKED = 5 << 29  # bytes that each process touches before it is measured, so that all find memory equally ready
 
 WAYS = {
     "limit": "preadv, 2 threads, the safetensors files",
-    "limit-last": "memcpy of the last axis' rows, 2 threads",
     "first": "lazymodel, sharded on the first axis",
     "last": "lazymodel, sharded on the last axis",
-    "limit-many": "preadv, 2 threads, 233 smaller tensors",
-    "many": "lazymodel, 233 smaller tensors, first axis",
-    "many-last": "lazymodel, 233 smaller tensors, last axis",
-    "budget": "lazymodel, first axis, max_host_memory=64MiB",
-    "budget-last": "lazymodel, last axis, max_host_memory=64MiB",
     "orbax": "Orbax v1's safetensors layout, first axis",
     "orbax-last": "Orbax v1's safetensors layout, last axis",
-    "whole": "lazymodel, one matrix whole, 1 device",
-    "quarter": "lazymodel, one process's quarter of its columns",
     "limit-preset": "preadv, 2 threads, the preset's file",
     "preset": "lazymodel_keras.from_preset",
     "stock": "keras_hub from_preset",
@@ -60,16 +49,6 @@ def save_safetensors(folder: Path, vocabulary: int, hidden: int, intermediate: i
     for number, part in enumerate(_measure.torch_decoder(vocabulary, hidden, intermediate, layers)):
         shards[3 * number // (layers + 1)] |= part
     _measure.write_shards(folder, shards)
-
-
-def save_matrix(file: Path) -> None:
-    """Writes one matrix."""
-    import ml_dtypes
-    import numpy as np
-    from safetensors.numpy import save_file
-
-    matrix = np.random.default_rng(0).integers(0, 2**14, (16384, 16384), np.uint16).view(ml_dtypes.bfloat16)
-    save_file({"matrix": matrix}, file)
 
 
 def limit(files: list[Path]) -> dict[str, Any]:
@@ -93,48 +72,6 @@ def limit(files: list[Path]) -> dict[str, Any]:
     return report | {"nbytes": sum(map(len, buffers))}
 
 
-SCATTER = """
-#include <string.h>
-void scatter(const char *from, char *to, long rows, long piece) {  /* eight shards, one after the other */
-    for (long row = 0; row < rows; row++)
-        for (long shard = 0; shard < 8; shard++)
-            memcpy(to + (shard * rows + row) * piece, from + (row * 8 + shard) * piece, piece);
-}
-"""
-
-
-def limit_last(files: list[Path]) -> dict[str, Any]:
-    """Copies the rows of all matrices, and vectors as one row, to where eight devices need them."""
-    import numpy as np
-
-    with tempfile.TemporaryDirectory() as folder:
-        command = ["cc", "-O3", "-shared", "-fPIC", "-x", "c", "-", "-o", f"{folder}/scatter.so"]
-        subprocess.run(command, input=SCATTER, text=True, check=True)
-        scatter = ctypes.CDLL(f"{folder}/scatter.so").scatter
-    scatter.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long, ctypes.c_long]
-    tensors: list[tuple[Any, int, int]] = []  # bytes, rows, and bytes of a row of a shard
-    for file in files:
-        data = np.memmap(file, np.uint8, "r")
-        length = int(data[:8].view("<u8")[0])
-        for name, tensor in json.loads(bytes(data[8 : 8 + length])).items():
-            if name != "__metadata__":
-                start, stop = tensor["data_offsets"]
-                *rows, _ = tensor["shape"]
-                count = int(np.prod(rows))
-                tensors.append((data[8 + length + start : 8 + length + stop], count, (stop - start) // count // 8))
-
-    def copy(tensor: tuple[Any, int, int]) -> Any:
-        data, rows, piece = tensor
-        out = np.empty(data.nbytes, np.uint8)
-        scatter(data.ctypes.data, out.ctypes.data, rows, piece)
-        return out
-
-    _measure.back_memory(BACKED)
-    with _measure.measured() as report, ThreadPoolExecutor(2) as pool:
-        buffers = list(pool.map(copy, tensors))
-    return report | {"nbytes": sum(buffer.nbytes for buffer in buffers)}
-
-
 def load_safetensors(way: str, folder: Path | str) -> dict[str, Any]:
     """In the child: the decoder, from a folder or URL, onto 8 devices, by ours or by Orbax."""
     import jax
@@ -154,13 +91,12 @@ def load_safetensors(way: str, folder: Path | str) -> dict[str, Any]:
 
     structs = {name: placed(tensor) for name, tensor in checkpoint.items()}
     checkpoint.close()
-    budget = "64MiB" if way.startswith("budget") else None
 
     def ours() -> dict[str, Any]:
         nonlocal checkpoint
         abstract = _measure.zeros(structs).shard(mesh, lambda variable: structs[variable.path].sharding.spec)
         checkpoint = lm.open_checkpoint(folder)
-        return abstract.materialize(checkpoint, max_host_memory=budget, progress=False)
+        return abstract.materialize(checkpoint, progress=False)
 
     load = _measure.by_orbax(folder, structs) if way.startswith("orbax") else ours
     _measure.back_memory(BACKED)
@@ -172,55 +108,21 @@ def load_safetensors(way: str, folder: Path | str) -> dict[str, Any]:
     return report | {"digest": _measure.digest(arrays[name] for name in sorted(arrays))}
 
 
-def load_matrix(way: str, file: Path) -> dict[str, Any]:
-    """In the child: a matrix whole, or the two devices' columns that one process of four has on a mesh of eight."""
-    import jax
-    import numpy as np
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-    import lazymodel as lm
-
-    checkpoint = lm.open_checkpoint(file)
-    tensor = checkpoint["matrix"]
-    columns = tensor.shape[1]
-    if way == "quarter":
-        tensor = tensor[:, columns // 4 : columns // 2]
-    devices = jax.devices()[: 2 if way == "quarter" else 1]
-    sharding = NamedSharding(Mesh(np.array(devices), ("model",)), PartitionSpec(None, "model"))
-    _measure.backend()
-    _measure.back_memory(BACKED)
-    abstract = _measure.zeros({"matrix": tensor}).shard(sharding.mesh, {"matrix": sharding.spec})
-    with _measure.measured() as report:
-        array = abstract.materialize({"matrix": tensor}, progress=False)["matrix"]
-        jax.block_until_ready(array)
-    report |= {"read": checkpoint.bytes_read, "nbytes": array.nbytes}
-    return report | {"digest": _measure.digest([array])}
-
-
 def child(way: str, where: str) -> dict[str, Any] | None:
     """One piece of work in a process of its own."""
     folder = Path(where)
     match way:
         case "save":
-            save_matrix(folder / "matrix.safetensors")
             return save_safetensors(folder / "decoder", *DECODER)
-        case "save-many":
-            return save_safetensors(folder / "many", *MANY)
         case "save-preset":
             return _measure.save_gemma(folder / "preset", load_preset.CONFIG | PRESET)
         case "limit":
             return limit(sorted((folder / "decoder").glob("*.safetensors")))
-        case "limit-many":
-            return limit(sorted((folder / "many").glob("*.safetensors")))
-        case "limit-last":
-            return limit_last(sorted((folder / "decoder").glob("*.safetensors")))
         case "limit-preset":
             return limit([folder / "preset" / "model.weights.h5"])
         case "preset" | "stock":
             return load_preset.load(way, folder / "preset")
-        case "whole" | "quarter":
-            return load_matrix(way, folder / "matrix.safetensors")
-    return load_safetensors(way, folder / ("many" if way.startswith("many") else "decoder"))
+    return load_safetensors(way, folder / "decoder")
 
 
 def main() -> None:
@@ -231,9 +133,8 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(options.folder or temporary)
-        needed = {"preset": ON_PRESET, "many": ("limit-many", "many", "many-last")}
-        for way, made in (("save", "decoder"), ("save-many", "many"), ("save-preset", "preset")):
-            if not (folder / made).exists() and (made == "decoder" or set(needed[made]) & set(options.only)):
+        for way, made in (("save", "decoder"), ("save-preset", "preset")):
+            if not (folder / made).exists() and (made == "decoder" or {*ON_PRESET} & {*options.only}):
                 folder.mkdir(exist_ok=True)
                 _measure.child(way, folder, devices=1)
         for file in folder.rglob("*.*"):
@@ -246,8 +147,7 @@ def main() -> None:
 
 def report(results: dict[str, list[_measure.Measurement]], *, as_json: bool) -> None:
     """Prints medians, and ratios as medians over the rounds."""
-    by_axis = ("first", "last", "budget", "budget-last", "orbax", "orbax-last")
-    _measure.require_equal(results, by_axis, ("many", "many-last"), ("preset", "stock"), ("quarter",), ("whole",))
+    _measure.require_equal(results, ("first", "last", "orbax", "orbax-last"), ("preset", "stock"))
 
     def summary(way: str) -> dict[str, float]:
         found, of = _measure.medians(results[way]), results[way][0].result
@@ -256,14 +156,8 @@ def report(results: dict[str, list[_measure.Measurement]], *, as_json: bool) -> 
     pairs = {
         "first axis, speed over the limit": ("limit", "first"),
         "last axis, speed over the limit": ("limit", "last"),
-        "last axis, speed over memcpy": ("limit-last", "last"),
-        "233 tensors, first axis, over the limit": ("limit-many", "many"),
-        "233 tensors, last axis, over the limit": ("limit-many", "many-last"),
         "first axis, times as fast as Orbax": ("orbax", "first"),
         "last axis, times as fast as Orbax": ("orbax-last", "last"),
-        "64MiB budget, speed over no budget": ("first", "budget"),
-        "64MiB budget, last axis, over no budget": ("last", "budget-last"),
-        "quarter of the columns, time over the whole": ("quarter", "whole"),
         "from_preset, times as fast as stock": ("stock", "preset"),
         "from_preset, speed over the limit": ("limit-preset", "preset"),
     }

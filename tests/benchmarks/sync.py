@@ -5,8 +5,7 @@
 Tunix' own Qwen3 and Llama3, float32 on one mesh, and the state of vLLM's JAX models, bfloat16 under other names and
 layouts on another mesh, by Tunix' own table for them; eight virtual devices. The devices are halves of the eight, or
 the same eight. Both ways run in turns in one process for times, and each in a process of its own for memory, which is
-private memory: both models, and what was needed meanwhile. `only_host` is the time of a call in Python, without the
-calls of compiled programs and transfers.
+private memory: both models, and what was needed meanwhile.
 """
 
 from __future__ import annotations
@@ -78,39 +77,6 @@ def by_tunix(trainer: Any, sampler: Any, table: Any) -> Any:
     return transfer_state_with_mappings(nnx.state(trainer, nnx.Param), sampler, table, reshard_fn=reshard_pytree)
 
 
-def host_seconds(sync: Any, trainer: Any, sampler: Any) -> tuple[float, Any]:
-    """Seconds of a call outside of JAX' own: programs, transfers, waiting."""
-    import jax
-
-    spent = 0.0
-
-    def timed(function: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal spent
-            start = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                spent += time.perf_counter() - start
-
-        return call
-
-    names = ("device_put", "block_until_ready", "make_array_from_single_device_arrays")
-    kept = {name: getattr(jax, name) for name in names}
-    own = jax.stages.Compiled.__call__
-    for name, function in kept.items():
-        setattr(jax, name, timed(function))
-    jax.stages.Compiled.__call__ = timed(own)
-    start = time.perf_counter()
-    try:
-        sampler = sync(trainer, into=sampler)
-    finally:
-        jax.stages.Compiled.__call__ = own
-        for name, function in kept.items():
-            setattr(jax, name, function)
-    return time.perf_counter() - start - spent, sampler
-
-
 def measure_times(name: str, devices: str, runs: str) -> dict[str, Any]:
     import jax
     import numpy as np
@@ -123,7 +89,7 @@ def measure_times(name: str, devices: str, runs: str) -> dict[str, Any]:
     start = time.perf_counter()
     sync = lm.Sync(trainer, own, mapping)
     planned = time.perf_counter() - start
-    seconds: dict[str, list[float]] = {"tunix": [], "sync": [], "only_host": []}
+    seconds: dict[str, list[float]] = {"tunix": [], "sync": []}
     for run in range(int(runs) + 1):
         # As after a step: new arrays, of which no host copy is cached.
         stepped = jax.block_until_ready(
@@ -135,10 +101,9 @@ def measure_times(name: str, devices: str, runs: str) -> dict[str, Any]:
         middle = time.perf_counter()
         own = jax.block_until_ready(sync(trainer, into=own))
         end = time.perf_counter()
-        host, own = host_seconds(sync, trainer, own)
         if run:
-            for key, value in (("tunix", middle - start), ("sync", end - middle), ("only_host", host)):
-                seconds[key].append(value)
+            seconds["tunix"].append(middle - start)
+            seconds["sync"].append(end - middle)
         for one, other in zip(jax.tree.leaves(sampler), jax.tree.leaves(own), strict=True):
             assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
     found = {key: statistics.median(values) for key, values in seconds.items()}
@@ -178,10 +143,7 @@ def main() -> None:
                 memory = f"Tunix {mib['extra_tunix']:.0f} MiB, Sync {mib['extra_sync']:.0f} MiB"
                 plan = f"{row['planned']:.1f} s, {row['groups']} groups, {row['programs']} programs"
                 print(f"{name} {devices}: {row['variables']} variables, {mib['nbytes']:.0f} MiB: {times}")
-                print(
-                    f"  over both models: {memory}; Python {row['only_host'] * 1e3:.1f} ms; planned in {plan}",
-                    flush=True,
-                )
+                print(f"  over both models: {memory}; planned in {plan}", flush=True)
     if given.json:
         print(json.dumps(rows))
 
