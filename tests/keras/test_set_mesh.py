@@ -25,8 +25,6 @@ import lazymodel_keras as lk
 from tests.keras.models import preset_of
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-SIZES = {"vocabulary_size": 64, "num_layers": 1, "num_query_heads": 4, "num_key_value_heads": 4, "hidden_dim": 16}
-SIZES |= {"intermediate_dim": 16, "head_dim": 4}
 
 
 def mesh(first: int, sizes: tuple[int, int], kind: str) -> Mesh:
@@ -77,9 +75,8 @@ def results(own: Mesh, folder: Path, preset: str) -> list[Any]:
         elsewhere.materialize(lm.open_checkpoint(folder / "model.safetensors")),
         lk.restore(lm.build_abstract(make).shard(own, rules), folder / "model.weights.h5"),
         lm.reshard(alone.materialize(), elsewhere),
-        lm.build_abstract(keras_hub.models.GemmaBackbone, **SIZES).lora(4).shard(own, rules).materialize(),
+        lm.build_abstract(make).lora(4, ".*/kernel").shard(own, rules).materialize(),
         loaded,
-        lk.from_preset(keras_hub.models.Backbone, preset),
         lk.abstract_from_preset(keras_hub.models.Backbone, preset).quantize("int8").shard(own, rules).materialize(),
         lm.build_abstract(compiled).shard(own, rules).materialize(),
     ]
