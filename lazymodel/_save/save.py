@@ -45,14 +45,15 @@ from lazymodel._tensors.casting import converted, refusal
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.tensor_source import compared
 from lazymodel.checkpoints._checkpoint import DECIDING, KEY, described, is_complete, step_folders
-from lazymodel.checkpoints._open import open_checkpoint, staging_folder, weight_files
+from lazymodel.checkpoints._open import SUFFIXES, open_checkpoint, staging_folder, weight_files
 from lazymodel.checkpoints._orbax import find_item
 
 _SUFFIXES = {".safetensors": "safetensors", ".weights.json": "hdf5", ".h5": "hdf5", ".hdf5": "hdf5"}
-# Suffixes of other programs' files; a folder of such a name would look like one.
-_OF_OTHERS = (
-    ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".onnx", ".keras", ".safetensor", ".zip", ".npz", ".npy"
-)  # fmt: skip
+# Suffixes of files that are not written; a folder of such a name would look like one.
+_NOT_WRITTEN = (
+    *(suffix for suffix in SUFFIXES if not suffix.endswith(tuple(_SUFFIXES))),
+    *(".msgpack", ".onnx", ".safetensor", ".zip"),
+)
 # The terms of errors if processes that save together disagree.
 TERMS = {"done": "saved", "given": "tensors differ", "hint": "Save the same model in all processes"}
 DEFAULT_BUDGET = 256 << 20  # bytes; all threads with all they take, beyond which nothing gets faster
@@ -198,7 +199,7 @@ def _format(path: str | os.PathLike[str], format: str | None) -> str:
         raise LazyModelError(f"format is one of {', '.join(known)}, or None; got {format!r}")
     name = os.fspath(path).partition("?")[0]
     by_name = next((kind for suffix, kind in _SUFFIXES.items() if name.endswith(suffix)), None)
-    if name.lower().endswith(_OF_OTHERS):
+    if name.lower().endswith(_NOT_WRITTEN):
         raise LazyModelError(
             f"{name}: lazymodel writes no such files; the name is a folder's, or ends with one of "
             f"{', '.join(_SUFFIXES)}"

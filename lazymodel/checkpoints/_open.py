@@ -64,6 +64,7 @@ _FORMATS = (
     Format("pytorch", (".bin", ".pt", ".pth", ".ckpt", ".pth.tar"), None, PyTorchFile),
     Format("hdf5", (".keras",), b"PK\x03\x04", open_archive),
 )
+SUFFIXES = tuple(suffix for kind in _FORMATS for suffix in kind.suffixes)
 _SUPPORTED = (
     "a .safetensors file, a folder of them (with or without *.safetensors.index.json), Keras weights (.weights.h5, "
     ".weights.json, .h5), a .keras archive, a Keras Hub preset folder, an Orbax checkpoint (an item, a step, or a "

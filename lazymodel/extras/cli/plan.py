@@ -41,6 +41,7 @@ from lazymodel._sharding.auto import Auto, auto
 from lazymodel._sharding.roles import role
 from lazymodel._show.table import plain, print_text
 from lazymodel._show.text import closest, parse_bytes, quiet_tensorflow
+from lazymodel.checkpoints._open import SUFFIXES
 from lazymodel.extras.cli.output import (
     JSON,
     STORAGE_OPTION,
@@ -55,11 +56,8 @@ from lazymodel.extras.cli.output import (
     storage_options,
 )
 
-# Files that only contain weights, from which no model can be built.
-_WEIGHTS = (
-    ".safetensors", ".safetensors.index.json", ".h5", ".weights.json", ".keras", ".npz", ".npy", ".bin", ".pt", ".pth",
-    ".ckpt", ".msgpack",
-)  # fmt: skip
+# Files that only contain weights, from which no model can be built; GGUF files also say of what model they are.
+_WEIGHTS = (*(suffix for suffix in SUFFIXES if suffix != ".gguf"), ".msgpack")
 
 _DESCRIPTION = """\
 Shows if a model fits, from its configuration: bytes on each device and host, while it is materialized and in use.
