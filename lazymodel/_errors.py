@@ -146,7 +146,7 @@ def required(module: str, what: str, package: str, error: type[LazyModelError] =
     try:
         return importlib.import_module(module)
     except ImportError as missing:
-        name = module.partition(".")[0]
+        name = (missing.name or module).partition(".")[0]  # the package, or one that it needs
         raise error(f"{what} needs {name}, which is not installed: pip install {package}") from missing
 
 

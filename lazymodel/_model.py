@@ -14,14 +14,20 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol
 from lazymodel._abstract.framework import ModelSpec
 from lazymodel._abstract.frameworks import adapters
 from lazymodel._abstract.garbage import no_full_collections
-from lazymodel._abstract.variable import AbstractVariable, device_nbytes, resident_nbytes, stays_on_host
+from lazymodel._abstract.variable import (
+    AbstractVariable,
+    device_nbytes,
+    resident_nbytes,
+    sharding_text,
+    stays_on_host,
+)
 from lazymodel._errors import LazyModelError
 from lazymodel._extras import ExtraMethod
 from lazymodel._materialize.materialize import materialize, stream
 from lazymodel._plan.make import plan
 from lazymodel._sharding.shard import explain, shard
 from lazymodel._show.progress import Span
-from lazymodel._show.table import Column, Table, Tabled, placed_text, shape_text, spec_text
+from lazymodel._show.table import Column, Table, Tabled, shape_text
 from lazymodel._show.text import format_bytes, plural
 from lazymodel._trace.errors import watched
 from lazymodel._trace.function import trace_function
@@ -107,10 +113,7 @@ class AbstractModel(Tabled, ModelSpec, Generic[BuiltT]):
             first = (variable.path, shape_text(variable.shape), variable.dtype.name)
             if not sharded:
                 return *first, variable.nbytes, variable.origin
-            other = None if variable.sharding is None else type(variable.sharding).__name__
-            known = variable.spec is not None or other is None
-            spec = placed_text(spec_text(variable.spec) if known else other, variable.memory_kind)
-            spec = "on the host" if stays_on_host(variable) else spec
+            spec = "on the host" if stays_on_host(variable) else sharding_text(variable.sharding)
             return *first, spec, resident_nbytes(variable), variable.origin
 
         placed = (Column("spec"), Column.nbytes("bytes/device")) if sharded else (Column.nbytes("bytes"),)

@@ -21,6 +21,7 @@ from lazymodel import AbstractVariable, LazyModelError
 from lazymodel._abstract.framework import Conversion, ModelSpec
 from lazymodel._abstract.pairs import LoraPair
 from lazymodel._abstract.variable import automatic
+from lazymodel._errors import required
 from lazymodel._show.text import closest
 
 _TYPES = {"int8": "int8", "int4": "int4", "float8": "float8_e4m3fn"}
@@ -32,13 +33,7 @@ _OPERATIONS = ("dot_general", "einsum")
 
 def qwix() -> Any:
     """The package; raises LazyModelError if it is not installed."""
-    try:
-        import qwix as package
-    except ImportError as error:
-        raise LazyModelError(
-            f"quantize and lora of Flax modules use Qwix, which cannot be imported ({error}): pip install qwix"
-        ) from error
-    return package
+    return required("qwix", "quantize or lora of a Flax module", "qwix")
 
 
 def quantization(how: Any, filters: Any) -> tuple[Any, tuple[Any, ...]]:

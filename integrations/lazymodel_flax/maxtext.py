@@ -8,7 +8,6 @@ the parameter, or back. Here they get lazy tensors, so each device reads its own
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import re
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +27,7 @@ from lazymodel import (
     open_checkpoint,
 )
 from lazymodel._abstract.framework import ModelSpec
+from lazymodel._errors import required
 from lazymodel._mapping.resolve import given_checkpoint
 from lazymodel._mapping.source import described
 from lazymodel._show.text import listed
@@ -124,12 +124,7 @@ def weight_map(config: Any, checkpoint: Any, model: Any, hf_config: Mapping[str,
 
 
 def _module(name: str, package: str = "maxtext.checkpoint_conversion.utils") -> Any:
-    try:
-        return importlib.import_module(f"{package}.{name}")
-    except ModuleNotFoundError as error:
-        raise LazyModelError(
-            f"the tables are MaxText's own, and {error.name} is not installed: pip install maxtext"
-        ) from error
+    return required(f"{package}.{name}", "a table of MaxText", "maxtext")
 
 
 def _key(path: str) -> str:

@@ -8,7 +8,6 @@ format that lazymodel opens, and the same steps are a `WeightMap`, which also sa
 from __future__ import annotations
 
 import contextlib
-import importlib
 import re
 from collections.abc import Callable, Container, Mapping
 from typing import Any
@@ -18,6 +17,7 @@ from flax import nnx
 
 from lazymodel import CheckpointError, LazyModelError, LazyTensor, WeightMap, build_abstract, open_checkpoint
 from lazymodel._abstract.framework import ModelSpec
+from lazymodel._errors import required
 from lazymodel._mapping.resolve import given_checkpoint, given_tensors
 from lazymodel._mapping.source import MappedCheckpoint, described
 from lazymodel._show.text import listed
@@ -167,13 +167,10 @@ def _family(name: str, model: str, params: str = "params", preprocess: str = "")
     """The function that makes the table for models of a family, from private functions of Tunix."""
 
     def table(config: Any, checkpoint: Any) -> WeightMap:
-        try:
-            module = importlib.import_module(f"tunix.models.{name}.{params}")
-        except ModuleNotFoundError as error:
-            raise LazyModelError(
-                f"the tables are Tunix' own, and {error.name} is not installed: pip install google-tunix"
-            ) from error
-        build = getattr(importlib.import_module(f"tunix.models.{name}.model"), model)
+        module, models = (
+            required(f"tunix.models.{name}.{part}", "a table of Tunix", "google-tunix") for part in (params, "model")
+        )
+        build = getattr(models, model)
         abstract = build_abstract(build, config, rngs=nnx.Rngs(params=0))
         change = getattr(module, preprocess) if preprocess else None
         change = change(config) if change and preprocess == _MAKES else change

@@ -235,9 +235,9 @@ class Framework:
 
         `leaves` is path → array of the parameters that are trained; called while tracing.
         """
-        flat, treedef = jax.tree_util.tree_flatten_with_path(self.structure({path: _Place(path) for path in variables}))
-        places = {path_text(keys) if keys else "": leaf.path for keys, leaf in flat if isinstance(leaf, _Place)}
-        kept = [leaves.get(leaf.path) if isinstance(leaf, _Place) else None for _, leaf in flat]
+        flat, treedef = jax.tree_util.tree_flatten_with_path(self.structure({path: Leaf(path) for path in variables}))
+        places = {path_text(keys) if keys else "": leaf.path for keys, leaf in flat if isinstance(leaf, Leaf)}
+        kept = [leaves.get(leaf.path) if isinstance(leaf, Leaf) else None for _, leaf in flat]
         state = optimizer.init(jax.tree.unflatten(treedef, kept))
         return Training(state, lambda model, state: (model, state), path_text, places)
 
@@ -279,8 +279,8 @@ class Framework:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
-    """A variable's place in the model's tree."""
+class Leaf:
+    """Stands for a variable, or a number, in the model's tree."""
 
     path: str
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from lazymodel._errors import LazyModelError
+from lazymodel._errors import LazyModelError, required
 
 # Framework module → the module that exposes `adapter`; the extra by the framework's name installs what it needs.
 _ADAPTERS = {"keras": "lazymodel_keras", "flax": "lazymodel_flax"}
@@ -24,7 +24,7 @@ class FrameworkAdapter(Protocol):
 
     It may also have, with None for objects of other frameworks, `lora_pairs(model)`, the LoRA pairs of a built model,
     and `opened(args, kwargs)`, the `OpenedArguments` of a call that may change its objects. And `states(model)`, a tree
-    with the states of the framework's objects in their places.
+    with the states of the framework's objects in their places; `places(model)`, where `Sync` replaces arrays in place.
     """
 
     def matches(self, build: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -52,12 +52,7 @@ def adapter_of(framework: str) -> Any:
     modules = _modules()
     if framework not in modules:
         raise LazyModelError(f"there is no adapter for {framework!r}; known are {', '.join(modules)}")
-    try:
-        return importlib.import_module(modules[framework]).adapter
-    except ModuleNotFoundError as error:
-        raise LazyModelError(
-            f"models of {framework} need {error.name}, which is not installed: pip install 'lazymodel[{framework}]'"
-        ) from error
+    return required(modules[framework], f"a model of {framework}", f"'lazymodel[{framework}]'").adapter
 
 
 def adapters() -> Iterator[FrameworkAdapter]:

@@ -26,7 +26,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from lazymodel._abstract.frameworks import adapters
 from lazymodel._errors import LazyModelError, ShardingError
 from lazymodel._programs.jaxprs import is_key, stored_as
-from lazymodel._show.table import placed_text
+from lazymodel._show.table import placed_text, spec_text
 from lazymodel._show.text import closest
 from lazymodel._tensors.buffers import ML_NUMBERS
 from lazymodel._tensors.lazy import LazyTensor, lazy
@@ -68,6 +68,15 @@ def in_memory(sharding: Sharding | None, kind: str | None, path: str) -> Shardin
 def on_device(array: Any, sharding: Sharding | None) -> Any:
     """While tracing: an array of this sharding, moved to its devices' own memory if it is offloaded."""
     return jax.device_put(array, jax.memory.Space.Device) if is_offloaded(sharding) else array
+
+
+def sharding_text(sharding: Sharding | None) -> str:
+    """The spec, or the class of another sharding, and the kind of memory unless it is the devices' own."""
+    if sharding is None or isinstance(sharding, NamedSharding):
+        text = spec_text(None if sharding is None else sharding.spec)
+    else:
+        text = type(sharding).__name__
+    return placed_text(text, sharding.memory_kind if is_offloaded(sharding) else None)
 
 
 def automatic(array: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from lazymodel._abstract.framework import Derived, Framework, ModelSpec
+from lazymodel._abstract.framework import Derived, Framework, Leaf, ModelSpec
 from lazymodel._abstract.variable import NUMBERS, AbstractVariable, PathOf, automatic, is_host_variable, unique_paths
 from lazymodel._abstract.variable import path_of as path_of_tree
 from lazymodel._errors import TraceError
@@ -129,17 +129,10 @@ def known_value(model: ModelSpec, path: str) -> np.ndarray[Any, Any] | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Slot:
-    """The place of an array or a number in the result."""
-
-    path: str
-
-
-@dataclasses.dataclass(frozen=True)
 class Flat:
     """The flattened result of a function."""
 
-    leaves: list[Any]  # slots for arrays and numbers, everything else unchanged
+    leaves: list[Any]  # `Leaf` for arrays and numbers, everything else unchanged
     arrays: dict[str, Any]  # path → array; None for JAX arrays after tracing
     others: list[tuple[str, Any]]  # path and leaf of everything that is not an array
     treedef: Any
@@ -149,7 +142,7 @@ class Flat:
 
     def unflatten(self, mapping: Mapping[str, Any]) -> Any:
         mapping = {**self.numbers, **mapping}
-        leaves = [mapping[leaf.path] if isinstance(leaf, _Slot) else leaf for leaf in self.leaves]
+        leaves = [mapping[leaf.path] if isinstance(leaf, Leaf) else leaf for leaf in self.leaves]
         return jax.tree.unflatten(self.treedef, leaves)
 
     def traced(self) -> Flat:
@@ -193,10 +186,10 @@ def flattened(result: Any, path_of: PathOf, is_leaf: Callable[[Any], bool] | Non
             flat.others.append((path, leaf))
             if is_number := isinstance(leaf, NUMBERS):
                 flat.numbers[path] = leaf
-            flat.leaves.append(_Slot(path) if is_number else leaf)
+            flat.leaves.append(Leaf(path) if is_number else leaf)
             continue
         flat.arrays[path] = leaf
-        flat.leaves.append(_Slot(path))
+        flat.leaves.append(Leaf(path))
         if any(axes := names.get(id(leaf), ())):
             flat.axes[path] = axes
         # `found` keeps every leaf alive, so ids are not reused.

@@ -31,7 +31,7 @@ _CONSTANT = -1  # the sender of what is in no variable
 _Strided: TypeAlias = "list[tuple[int, int, int]]"  # axes: extent, stride in a source, stride in the target
 
 
-class Variable(TensorSource):
+class VariableSource(TensorSource):
     """A variable of an abstract model as a source of views; it has no values."""
 
     def fill_box(self, box: Box, out: np.ndarray, steps: Steps, workspace: Workspace) -> None:
@@ -42,7 +42,7 @@ class Variable(TensorSource):
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Region:
     """Where the elements of a copy are in an array: of each axis, the dimension (-1 for none) and the step along it."""
 
     shape: _Shape
@@ -111,8 +111,8 @@ class Copy:
 
     source: int | float | complex  # the number of the source; the value itself if `of` is None
     extents: _Shape
-    of: Place | None
-    to: Place
+    of: Region | None
+    to: Region
     dtype: np.dtype[Any]  # of the source's elements
     steps: Steps  # the conversions in between
 
@@ -126,7 +126,7 @@ class Copy:
 
     def source_order(self) -> list[int]:
         """The axes in the source's order."""
-        return [k for k in self._by(cast(Place, self.of)) if cast(Place, self.of).axes[k][0] >= 0]
+        return [k for k in self._by(cast(Region, self.of)) if cast(Region, self.of).axes[k][0] >= 0]
 
     def moving(self) -> tuple[int, np.dtype[Any]]:
         """The conversions before it moves, and its dtype then: the first with the fewest bytes."""
@@ -134,7 +134,7 @@ class Copy:
         best = 0 if self.of is None else min(range(len(dtypes)), key=lambda n: dtypes[n].itemsize)
         return best, dtypes[best]
 
-    def _by(self, place: Place) -> list[int]:
+    def _by(self, place: Region) -> list[int]:
         return sorted(range(len(self.extents)), key=lambda k: (place.axes[k][0], -place.axes[k][1]))
 
 
@@ -163,25 +163,25 @@ def copies_of(path: str, tensor: View, shape: _Shape) -> tuple[tuple[str, ...], 
                         values[0].item(),
                         tuple(n for n, _, _ in to[2]),
                         None,
-                        Place(shape, *to[:2]),
+                        Region(shape, *to[:2]),
                         source.dtype,
                         steps,
                     )
                 )
                 return
-        elif isinstance(source, Variable):
+        elif isinstance(source, VariableSource):
             of = _placed(strided, first, source.shape, 1)
             to = _placed(of[2], target, shape, 2)
             of = _placed(to[2], first, source.shape, 1)  # the same, with axes divided for the target as well
             number = names.setdefault(source.name, len(names))
             extents = tuple(n for n, _, _ in of[2])
             found.append(
-                Copy(number, extents, Place(source.shape, *of[:2]), Place(shape, *to[:2]), source.dtype, steps)
+                Copy(number, extents, Region(source.shape, *of[:2]), Region(shape, *to[:2]), source.dtype, steps)
             )
             return
         elif isinstance(source, ConcatenatedTensor):
             origin, places, strided = _placed(strided, first, source.shape, 1)
-            middle, extents = Place(source.shape, origin, places), tuple(n for n, _, _ in strided)
+            middle, extents = Region(source.shape, origin, places), tuple(n for n, _, _ in strided)
             for part, box in source.places():
                 for ranges in middle.within(extents, tuple((each.start, each.stop) for each in box)):
                     starts = [low for low, _ in ranges]
@@ -334,7 +334,7 @@ def route(copies: tuple[Copy, ...], sources: tuple[Sharding, ...], target: Shard
     for number, copy in enumerate(copies):
         holders = _holders(target, copy.to.shape, there)
         given = {} if copy.of is None else _holders(sources[int(cast(Any, copy.source))], copy.of.shape, here)
-        parts = [(box, part) for box in given for part in cast(Place, copy.of).within(copy.extents, box)]
+        parts = [(box, part) for box in given for part in cast(Region, copy.of).within(copy.extents, box)]
         for to, receivers in holders.items():
             for ranges in copy.to.within(copy.extents, to):
                 if copy.of is None:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,20 +15,28 @@ from jax.sharding import NamedSharding, Sharding
 
 from lazymodel._abstract.framework import ModelSpec
 from lazymodel._abstract.frameworks import adapters
-from lazymodel._abstract.variable import AbstractVariable, flatten_paths, is_offloaded
+from lazymodel._abstract.variable import AbstractVariable, flatten_paths, sharding_text
 from lazymodel._devices.collective import CollectiveScope, agreement, layout_of
 from lazymodel._devices.hardware import is_live
 from lazymodel._errors import LazyModelError, ShardingError
 from lazymodel._materialize.stream import StreamItem
 from lazymodel._programs.jaxprs import stored_as
 from lazymodel._show.progress import ProgressTo, delivery, progress_for, reported
-from lazymodel._show.table import Column, Report, Table, placed_text, shape_text, spec_text
+from lazymodel._show.table import Column, Report, Table, shape_text
 from lazymodel._show.text import closest, format_bytes, parse_bytes, plural
 from lazymodel._tensors import shards
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.shards import DeviceTensor, grouped
-from lazymodel.extras.sync.pieces import Variable, copies_of, device_order
-from lazymodel.extras.sync.transfer import Array, Group, Move, grouped_moves
+from lazymodel.extras.sync.pieces import VariableSource, copies_of, device_order
+from lazymodel.extras.sync.transfer import (
+    Group,
+    Move,
+    Struct,
+    device_nbytes,
+    grouped_moves,
+    shard_nbytes,
+    struct_of,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,8 +153,9 @@ def reshard(
         moves = _moves(arrays, _targets(arrays, same, shardings))
         stage.outcome = f"move {len(moves)} arrays"
         stage.details = "\n".join(f"{move.path} {layout_of(move.target)}" for move in moves)
-        counts = _Counts(arrays.values())
-        sources = {move.path: Array.of(arrays[move.path]) for move in moves}
+        devices = device_nbytes(map(struct_of, arrays.values()))
+        held = peak = max(devices.values())
+        sources = {move.path: struct_of(arrays[move.path]) for move in moves}
         rounds = _rounds(moves, sources, limit)
     moved: dict[int, jax.Array] = {}  # `id` of the old array → new array
     moving, bar = sum(arrays[move.path].nbytes for move in moves), progress_for(progress)
@@ -158,49 +166,26 @@ def reshard(
             for group in groups:
                 (path,) = group.sources
                 source = arrays[path]
-                counts.move(group, source, donate=donate)
+                devices.update(device_nbytes(group.wanted))
+                peak = max(peak, max(devices.values()) + group.program.nbytes)
                 (moved[id(source)],) = stage.together(lambda: group.program([source], []))  # noqa: B023
                 if donate:
+                    devices.subtract(device_nbytes([sources[path]]))
                     source.delete()
                 bar.advance(moved[id(source)].nbytes, path)
             stage.check()
     result = rebuild(moved)
     if deliver is not None:
-        seconds, held = time.perf_counter() - start, (counts.held, counts.now())
+        seconds, both = time.perf_counter() - start, (held, max(devices.values()))
         rows = tuple(_row(path, source, moved.get(id(source))) for path, source in arrays.items())
-        deliver(cast(Any, ReshardReport(rows, moving, held, counts.peak, len(rounds), seconds)))
+        deliver(cast(Any, ReshardReport(rows, moving, both, peak, len(rounds), seconds)))
     return result
 
 
 def _row(path: str, source: jax.Array, moved: jax.Array | None) -> ReshardRow:
-    before, after = _text(source.sharding), _text((source if moved is None else moved).sharding)
+    before, after = (sharding_text(each.sharding) for each in (source, source if moved is None else moved))
     way = "kept" if moved is None else "devices"
     return ReshardRow(path, tuple(source.shape), source.dtype.name, source.nbytes, before, after, way)
-
-
-class _Counts:
-    """Bytes that devices hold, from move to move."""
-
-    def __init__(self, arrays: Iterable[jax.Array]) -> None:
-        self._devices: collections.Counter[Any] = collections.Counter()
-        for array in arrays:
-            self._add(array, array.sharding, 1)
-        self.held = self.peak = self.now()
-
-    def now(self) -> int:
-        """Bytes of the most loaded device."""
-        return max(self._devices.values(), default=0)
-
-    def move(self, group: Group, source: jax.Array, *, donate: bool) -> None:
-        """Counts the bytes of an array that moves."""
-        self._add(source, group.wanted[0].sharding, 1)
-        self.peak = max(self.peak, self.now() + group.program.nbytes)
-        if donate:
-            self._add(source, source.sharding, -1)
-
-    def _add(self, array: jax.Array, sharding: Sharding, sign: int) -> None:
-        nbytes = Array(array.shape, array.dtype, sharding).shard_nbytes
-        self._devices.update(dict.fromkeys(cast(Any, sharding).device_set, sign * nbytes))
 
 
 def live_arrays(tree: Any) -> tuple[dict[str, jax.Array], dict[str, str], Callable[[Mapping[int, Any]], Any]]:
@@ -287,8 +272,8 @@ def _moves(arrays: Mapping[str, jax.Array], targets: Mapping[str, Sharding]) -> 
 def _move(path: str, source: jax.Array, target: Sharding) -> Move:
     """How an array gets another sharding."""
     shape, dtype = stored_as(source.shape, source.dtype)
-    names, copies = copies_of(path, LazyTensor(Variable(path, shape, dtype)), shape)
-    return Move(path, Array(source.shape, source.dtype, target), names or (path,), copies)
+    names, copies = copies_of(path, LazyTensor(VariableSource(path, shape, dtype)), shape)
+    return Move(path, struct_of(source, target), names or (path,), copies)
 
 
 def device_moves(items: Iterable[StreamItem]) -> list[tuple[Move, jax.Array]]:
@@ -314,7 +299,7 @@ def device_moves(items: Iterable[StreamItem]) -> list[tuple[Move, jax.Array]]:
 def copied(moves: Iterable[tuple[Move, jax.Array]], stage: CollectiveScope) -> Iterator[tuple[str, jax.Array]]:
     """Yields (path, array): copies of arrays from device to device, group by group. All processes call this."""
     arrays = {move.path: array for move, array in moves}
-    sources = {path: Array.of(array) for path, array in arrays.items()}
+    sources = {path: struct_of(array) for path, array in arrays.items()}
     for groups in _rounds([move for move, _ in moves], sources, shards.GROUP):
         stage.meet()
         for group in groups:
@@ -323,18 +308,12 @@ def copied(moves: Iterable[tuple[Move, jax.Array]], stage: CollectiveScope) -> I
             yield path, array
 
 
-def _rounds(moves: Sequence[Move], sources: Mapping[str, Array], limit: int) -> list[list[Group]]:
+def _rounds(moves: Sequence[Move], sources: Mapping[str, Struct], limit: int) -> list[list[Group]]:
     """Arrays that move one after the other, in rounds of at most `limit` bytes of a device, if possible.
 
     They do not move at the same time: on CPUs, two programs of several processes that run at once can wait for each
     other. Processes meet once for a round.
     """
     groups = {group.targets[0]: group for group in grouped_moves(moves, sources, limit, reuse=False)}
-    nbytes = {move.path: groups[move.path].wanted[0].shard_nbytes for move in moves}
+    nbytes = {move.path: shard_nbytes(move.target) for move in moves}
     return [[groups[path] for path in paths] for paths in grouped(nbytes, limit)]
-
-
-def _text(sharding: Sharding) -> str:
-    spec = getattr(sharding, "spec", None)
-    text = type(sharding).__name__ if spec is None else spec_text(spec)
-    return placed_text(text, sharding.memory_kind if is_offloaded(sharding) else None)

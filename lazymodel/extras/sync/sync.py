@@ -5,7 +5,6 @@ Which elements move is decided in `extras/sync/pieces`, and `extras/sync/transfe
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import weakref
@@ -19,9 +18,11 @@ from lazymodel._abstract.framework import Conversion, ModelSpec
 from lazymodel._abstract.frameworks import adapters
 from lazymodel._abstract.variable import (
     AbstractVariable,
+    automatic_sharding,
     device_shardings,
     matched_paths,
     refuse_deleted,
+    sharding_text,
     stays_on_host,
 )
 from lazymodel._devices.collective import agreement
@@ -30,14 +31,23 @@ from lazymodel._errors import LazyModelError, SyncError
 from lazymodel._mapping.source import MappedCheckpoint
 from lazymodel._mapping.table import WeightMap, map_checkpoint
 from lazymodel._programs.jaxprs import as_keys, stored_as, without_mesh
-from lazymodel._show.table import Column, Table, Tabled, placed_text, shape_text, spec_text
+from lazymodel._show.table import Column, Table, Tabled, shape_text
 from lazymodel._show.text import closest, first_of, format_bytes, listed, parse_bytes, plural
 from lazymodel._tensors.casting import refusal
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.shards import misshapen
-from lazymodel.extras.sync.pieces import Variable, copies_of
+from lazymodel.extras.sync.pieces import VariableSource, copies_of
 from lazymodel.extras.sync.reshard import live_arrays
-from lazymodel.extras.sync.transfer import Array, Group, Move, grouped_moves, routed
+from lazymodel.extras.sync.transfer import (
+    Group,
+    Move,
+    Struct,
+    device_nbytes,
+    grouped_moves,
+    routed,
+    shard_nbytes,
+    struct_of,
+)
 
 _PART = 8  # of the sampler's bytes on a device, for buffers: with fewer groups, a call waits less often
 _LEAST = 1 << 20  # bytes of a device in buffers below which more groups only cost more programs
@@ -107,8 +117,9 @@ class Sync(Tabled):
             read = sampler.framework.unquantized(sampler, own if mapping is None else ())
             self._read = _variables(read, "sampler")
             self._conversions = {each.variable.path: each for each in read.conversions if each.variable.path in read}
-        placed = {path: _placed(variable) for path, variable in own.items()}
-        targets = {path: _placed(variable) for path, variable in self._read.items()}
+        placed, targets, wanted = (
+            {path: struct_of(variable) for path, variable in model.items()} for model in (own, self._read, self._wanted)
+        )
         chosen = _chosen(only, [path for path, variable in self._read.items() if not stays_on_host(variable)])
         values = _values(own, self._read, mapping, chosen, complete=only is None)
         moves = [_move(path, values[path], targets[path]) for path in chosen if path in values]
@@ -117,9 +128,8 @@ class Sync(Tabled):
                 "no variable of the sampler gets a value from the trainer: check `only` and the mapping"
             )
         self._used = {name: own[name] for move in moves for name in move.names}
-        wanted = {path: _placed(variable) for path, variable in self._wanted.items()}
-        held = _held(placed, wanted)
-        limit = min(limit, max(_held(wanted) // _PART, _LEAST))
+        held = max(device_nbytes((*placed.values(), *wanted.values())).values())
+        limit = min(limit, max(max(device_nbytes(wanted.values()).values()) // _PART, _LEAST))
         self._groups: list[Group] = []
         for quantized in (False, True):
             alike = [move for move in moves if (move.path in self._conversions) == quantized]
@@ -191,16 +201,16 @@ class Sync(Tabled):
         def compiled(program: Any, struct: jax.ShapeDtypeStruct) -> jax.stages.Compiled:
             return compile_lowered(program.lower(struct), "the program that quantizes variables")
 
-        structs = {path: _placed(self._read[path]).struct for path in self._parts if path in self._conversions}
-        return {
-            path: compiled(self._conversions[path].program(struct.sharding, self._shardings), struct)
-            for path, struct in structs.items()
-        }
+        found: dict[str, jax.stages.Compiled] = {}
+        for path in filter(self._conversions.__contains__, self._parts):
+            struct = struct_of(self._read[path], automatic_sharding(self._read[path].sharding))
+            found[path] = compiled(self._conversions[path].program(cast(Any, struct.sharding), self._shardings), struct)
+        return found
 
     def _spent(self, group: Group, quantizers: Mapping[str, jax.stages.Compiled]) -> int:
         """Bytes of a device while a group moves, in addition to both models."""
         memory = [quantizers[path].memory_analysis() for path in group.targets if path in quantizers]
-        weights = sum(each.shard_nbytes for each in group.wanted) if memory else 0
+        weights = sum(map(shard_nbytes, group.wanted)) if memory else 0
         return weights + max(group.program.nbytes, *(int(each.temp_size_in_bytes) for each in memory if each), 0)
 
     def _arrays(
@@ -283,11 +293,11 @@ class Sync(Tabled):
         for path, names in self._names.items():
             variable, route = self._read[path], self._routes[path]
             sources = [self._used[name] for name in names]
-            before = dict.fromkeys(_text(source) for source in sources)
+            before = dict.fromkeys(sharding_text(source.sharding) for source in sources)
             how = [f"cast from {source.dtype.name}" for source in sources[:1] if source.dtype != variable.dtype]
             how += [f"of {len(names)}"] if len(names) > 1 else []
             how += [f"quantized, {self._wanted[self._parts[path][0]].dtype}"] if path in self._conversions else []
-            cells = shape_text(variable.shape), variable.dtype.name, ", ".join(before), _text(variable)
+            cells = shape_text(variable.shape), variable.dtype.name, ", ".join(before), sharding_text(variable.sharding)
             rows.append((path, *cells, route.sent_nbytes(), route.sent_nbytes(stays=True), ", ".join(how)))
         kept = [path for path in self._wanted if path not in written]
         lines = [
@@ -347,7 +357,7 @@ def _values(
     complete: bool,
 ) -> Mapping[str, LazyTensor]:
     """The values of the sampler's variables as views of the trainer's."""
-    tensors = {path: LazyTensor(Variable(path, *variable.stored)) for path, variable in own.items()}
+    tensors = {path: LazyTensor(VariableSource(path, *variable.stored)) for path, variable in own.items()}
     if mapping is None:
         if absent := [path for path in chosen if path not in tensors]:
             raise LazyModelError(
@@ -379,7 +389,7 @@ def _values(
     return values
 
 
-def _move(path: str, tensor: LazyTensor, target: Array) -> Move:
+def _move(path: str, tensor: LazyTensor, target: Struct) -> Move:
     """How a variable gets its value; raises LazyModelError if shapes differ, or a cast would lose values."""
     shape, dtype = stored_as(target.shape, target.dtype)
     if tensor.shape != shape:
@@ -417,20 +427,3 @@ def _zeros(array: jax.Array) -> jax.Array:
     zeros = np.broadcast_to(np.zeros((), dtype), shape)
     made = jax.make_array_from_callback(shape, array.sharding, lambda index: np.ascontiguousarray(zeros[index]))
     return as_keys(made, array.dtype)
-
-
-def _held(*models: Mapping[str, Array]) -> int:
-    """Bytes of models on the most loaded device."""
-    devices: collections.Counter[Any] = collections.Counter()
-    for array in (array for model in models for array in model.values()):
-        devices.update(dict.fromkeys(cast(Any, array.sharding).device_set, array.shard_nbytes))
-    return max(devices.values(), default=0)
-
-
-def _placed(variable: AbstractVariable) -> Array:
-    return Array(variable.shape, variable.dtype, cast(Any, variable.sharding))
-
-
-def _text(variable: AbstractVariable) -> str:
-    spec = type(variable.sharding).__name__ if variable.spec is None else spec_text(variable.spec)
-    return placed_text(spec, variable.memory_kind)

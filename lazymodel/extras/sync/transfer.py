@@ -25,39 +25,35 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from lazymodel._abstract.variable import automatic, automatic_sharding, is_offloaded, on_device, under
 from lazymodel._devices.hardware import compile_lowered
 from lazymodel._errors import LazyModelError
-from lazymodel._programs.jaxprs import as_keys, is_key, stored_as, uses_x64, with_shards, without_mesh
+from lazymodel._programs.jaxprs import Programs, as_keys, is_key, stored_as, uses_x64, with_shards, without_mesh
 from lazymodel._show.text import grouped_by, listed
 from lazymodel._tensors.buffers import Arithmetic, Convert
 from lazymodel._tensors.shards import grouped, spec_axes
 from lazymodel.extras.sync.pieces import Copy, Round, Route, Slot, device_order, route
 
+Struct: TypeAlias = jax.ShapeDtypeStruct  # of an array with its sharding; keys have their own shapes and dtypes
 _Start: TypeAlias = "tuple[bool, int]"  # True and a column of a table with a row for each device, or False and a number
 _Starts: TypeAlias = "tuple[_Start, ...]"
 _Recipe: TypeAlias = "tuple[tuple[Route, tuple[int, ...]], ...]"  # of each target, its route and its arguments
 
 
-@dataclasses.dataclass(frozen=True)
-class Array:
-    """The shape, dtype and sharding of an array; shapes and dtypes of PRNG keys are their own."""
+def struct_of(array: Any, sharding: Sharding | None = None) -> Struct:
+    """The struct of an array or a variable, perhaps with another sharding."""
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding or array.sharding)
 
-    shape: tuple[int, ...]
-    dtype: Any
-    sharding: Sharding
 
-    @classmethod
-    def of(cls, array: jax.Array) -> Self:
-        """The description of a live array."""
-        return cls(tuple(array.shape), array.dtype, array.sharding)
+def shard_nbytes(struct: Struct) -> int:
+    """Bytes of a device for its shard; 0 if it is in other memory."""
+    sharding = cast(Sharding, struct.sharding)
+    return 0 if is_offloaded(sharding) else math.prod(sharding.shard_shape(struct.shape)) * struct.dtype.itemsize
 
-    @functools.cached_property
-    def struct(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=automatic_sharding(self.sharding))
 
-    @property
-    def shard_nbytes(self) -> int:
-        """Bytes of a device for its shard; 0 if it is in other memory."""
-        shape = self.sharding.shard_shape(self.shape)
-        return 0 if is_offloaded(self.sharding) else math.prod(shape) * self.dtype.itemsize
+def device_nbytes(structs: Iterable[Struct]) -> collections.Counter[Any]:
+    """Bytes of each device for its shards."""
+    devices: collections.Counter[Any] = collections.Counter()
+    for struct in structs:
+        devices.update(dict.fromkeys(cast(Any, struct.sharding).device_set, shard_nbytes(struct)))
+    return devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +61,12 @@ class Move:
     """A variable that gets its value from others."""
 
     path: str
-    target: Array
+    target: Struct
     names: tuple[str, ...]  # the paths of its sources
     copies: tuple[Copy, ...]
 
 
-def routed(moves: Iterable[Move], sources: Mapping[str, Array]) -> dict[str, Route]:
+def routed(moves: Iterable[Move], sources: Mapping[str, Struct]) -> dict[str, Route]:
     """The route of each target.
 
     Raises:
@@ -93,7 +89,7 @@ def routed(moves: Iterable[Move], sources: Mapping[str, Array]) -> dict[str, Rou
 _PIECES = 64
 
 
-def grouped_moves(moves: Sequence[Move], sources: Mapping[str, Array], limit: int, *, reuse: bool) -> list[Group]:
+def grouped_moves(moves: Sequence[Move], sources: Mapping[str, Struct], limit: int, *, reuse: bool) -> list[Group]:
     """The groups in which variables move, each with at most `limit` bytes of a device in buffers, and in results if old
     ones are not reused, if possible.
 
@@ -108,11 +104,12 @@ def grouped_moves(moves: Sequence[Move], sources: Mapping[str, Array], limit: in
         places = {name: place for place, name in enumerate(given)}
         recipe = tuple((routes[move.path], tuple(places[name] for name in move.names)) for move in members)
         wanted = tuple(move.target for move in members)
-        program = _program(recipe, tuple(given.values()), wanted, reuse)
+        what = recipe, tuple(given.values()), wanted, reuse
+        program = _COMPILED.get(what, lambda: _CompiledMoves(*what))
         groups.append(Group(tuple(given), tuple(move.path for move in members), wanted, program))
 
     def buffered(move: Move) -> int:
-        route, new = routes[move.path], 0 if reuse else move.target.shard_nbytes
+        route, new = routes[move.path], 0 if reuse else shard_nbytes(move.target)
         return max(2 * sum(map(route.round_nbytes, route.rounds)) + new, 1)
 
     def share(move: Move) -> float:
@@ -144,11 +141,11 @@ class Group:
 
     sources: tuple[str, ...]  # the paths of the arrays that the program takes
     targets: tuple[str, ...]  # of those that it gives
-    wanted: tuple[Array, ...]  # descriptions of these
-    program: _Program
+    wanted: tuple[Struct, ...]  # descriptions of these
+    program: _CompiledMoves
 
 
-class _Program:
+class _CompiledMoves:
     """Compiled programs of groups: from sources, and old targets, which are donated, or none, to new targets.
 
     Attributes:
@@ -156,28 +153,28 @@ class _Program:
         nbytes: Bytes of a device while it runs, in addition to its arguments and to results in memory of their own.
     """
 
-    def __init__(self, recipe: _Recipe, sources: Sequence[Array], targets: Sequence[Array], reuse: bool) -> None:
+    def __init__(self, recipe: _Recipe, sources: Sequence[Struct], targets: Sequence[Struct], reuse: bool) -> None:
         steps = [step for own, _ in recipe for copy in own.copies for step in copy.steps]
         # NumPy computes in 64 bits with `np.float64(…)`, and where an integer meets a float.
         self._x64 = functools.partial(jax.enable_x64, any(step.dtype.itemsize >= 8 for step in steps) or uses_x64())
         with without_mesh(), self._x64():
             self._compile(recipe, sources, targets, reuse)
 
-    def _compile(self, recipe: _Recipe, sources: Sequence[Array], targets: Sequence[Array], reuse: bool) -> None:
+    def _compile(self, recipe: _Recipe, sources: Sequence[Struct], targets: Sequence[Struct], reuse: bool) -> None:
         # Programs for several meshes are traced with Auto axes.
         self._explicit = any(automatic_sharding(each.sharding) is not each.sharding for each in (*sources, *targets))
         self._wanted = [each.sharding for each in targets]
         self._empty = any(not math.prod(each.shape) for each in targets)
-        parts = _Parts(recipe, sources, targets)
+        bodies = _Bodies(recipe, sources, targets)
         here = recipe[0][0].order
         self._there = device_order(targets[0].sharding)
-        structs = [each.struct for each in sources], [each.struct for each in targets] if reuse else []
-        given = [each.struct.sharding for each in sources]
-        wanted = [each.struct.sharding for each in targets]
+        given = [automatic_sharding(each.sharding) for each in sources]
+        wanted = [automatic_sharding(each.sharding) for each in targets]
+        structs = list(map(struct_of, sources, given)), list(map(struct_of, targets, wanted)) if reuse else []
         both = _common_mesh(here, [*given, *wanted]) if here == self._there else None
         donated = {"donate_argnums": 1, "keep_unused": True}
         if both is not None:
-            function = jax.jit(functools.partial(parts.all, both), out_shardings=wanted, **cast(Any, donated))
+            function = jax.jit(functools.partial(bodies.all, both), out_shardings=wanted, **cast(Any, donated))
             programs = [_compiled(function, *structs)]
         else:
             alone = [device for device in (*here, *self._there) if device.process_index != jax.process_index()]
@@ -190,10 +187,10 @@ class _Program:
             cut, join = _mesh(here, given), _mesh(self._there, wanted)
             self._flat = NamedSharding(join, PartitionSpec(join.axis_names))
             function = jax.jit(
-                functools.partial(parts.cut, cut), out_shardings=NamedSharding(cut, PartitionSpec(cut.axis_names))
+                functools.partial(bodies.cut, cut), out_shardings=NamedSharding(cut, PartitionSpec(cut.axis_names))
             )
             programs = [_compiled(function, structs[0])]
-            moving = [(each.pairs, buffer) for each in parts.exchanges for buffer in each.buffers]
+            moving = [(each.pairs, buffer) for each in bodies.permutes for buffer in each.buffers]
             sent = [(n, *pair) for n, (pairs, _) in enumerate(moving) for pair in pairs]
             self._sent = [(n, sender) for n, sender, _ in sent]
             self._receivers = [self._there[receiver] for _, _, receiver in sent]
@@ -209,7 +206,7 @@ class _Program:
             buffers = [
                 jax.ShapeDtypeStruct(buffer.over(count), buffer.dtype, sharding=self._flat) for buffer in self._buffers
             ]
-            function = jax.jit(functools.partial(parts.join, join), out_shardings=wanted, **cast(Any, donated))
+            function = jax.jit(functools.partial(bodies.join, join), out_shardings=wanted, **cast(Any, donated))
             programs.append(_compiled(function, buffers, structs[1]))
         self.compiled, self._calls = zip(*programs, strict=True)
         extra = 0
@@ -252,9 +249,7 @@ class _Program:
         return self._calls[1](buffers, old)
 
 
-@functools.lru_cache(maxsize=1024)
-def _program(recipe: _Recipe, sources: tuple[Array, ...], targets: tuple[Array, ...], reuse: bool) -> _Program:
-    return _Program(recipe, sources, targets, reuse)
+_COMPILED: Programs[_CompiledMoves] = Programs(1024)
 
 
 def _compiled(function: Any, *structs: Any) -> tuple[jax.stages.Compiled, Any]:
@@ -354,8 +349,8 @@ class _Buffer:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Exchange:
-    """Pieces that move at the same time."""
+class _Permute:
+    """Pieces that move at the same time: each device sends to one other at most."""
 
     pairs: tuple[tuple[int, int], ...]
     stays: bool
@@ -395,14 +390,14 @@ class _Exchange:
         return [item.constant() if item.source is None else pieces[number] for number, item in enumerate(self.items)]
 
 
-class _Parts:
-    """The parts of a group's programs, to trace.
+class _Bodies:
+    """What each device computes in a group's programs, to trace.
 
     Attributes:
-        exchanges: What is exchanged, in order.
+        permutes: What moves, in order.
     """
 
-    def __init__(self, recipe: _Recipe, sources: Sequence[Array], targets: Sequence[Array]) -> None:
+    def __init__(self, recipe: _Recipe, sources: Sequence[Struct], targets: Sequence[Struct]) -> None:
         self._sources, self._targets = sources, targets
         order, order_there = recipe[0][0].order, device_order(targets[0].sharding)
         here, there, alone = len(order), len(order_there), _ALONE if order == order_there else _ALONE_ELSEWHERE
@@ -412,7 +407,7 @@ class _Parts:
         for number, (own, given) in enumerate(recipe):
             for each in own.rounds:
                 together[each.pairs, each.stays].append((number, own, given, each))
-        self.exchanges: list[_Exchange] = []
+        self.permutes: list[_Permute] = []
         for (pairs, stays), members in together.items():
             senders, receivers = zip(*pairs, strict=True)
             items: list[_Item] = []
@@ -427,7 +422,7 @@ class _Parts:
                     items.append(_Item(number, source, copy, slot, after, dtype, begin, end))
             some = np.bincount(receivers, minlength=there)
             valid = self._start(1, range(there), some.tolist(), there) if len(pairs) < there else None
-            self.exchanges.append(_Exchange(pairs, stays, tuple(items), valid, alone))
+            self.permutes.append(_Permute(pairs, stays, tuple(items), valid, alone))
 
     def _start(self, side: int, positions: Sequence[int], values: Sequence[int], count: int) -> _Start:
         """Numbers for devices: the number if all are equal, otherwise a column of a table."""
@@ -451,48 +446,47 @@ class _Parts:
 
         def body(sources: Sequence[Any], old: Sequence[Any]) -> Sequence[Any]:
             rows, results = (self._row(0, mesh), self._row(1, mesh)), self._before(old)
-            for exchange in self.exchanges:
+            for permute in self.permutes:
                 pieces = [
                     item.constant() if item.source is None else item.taken(sources[item.source], rows[0])
-                    for item in exchange.items
+                    for item in permute.items
                 ]
-                if not exchange.stays:
-                    moved = [lax.ppermute(each, mesh.axis_names, exchange.pairs) for each in exchange.packed(pieces)]
-                    pieces = exchange.unpacked(moved)
-                self._put(exchange, results, pieces, rows[1])
+                if not permute.stays:
+                    moved = [lax.ppermute(each, mesh.axis_names, permute.pairs) for each in permute.packed(pieces)]
+                    pieces = permute.unpacked(moved)
+                self._put(permute, results, pieces, rows[1])
             return results
 
-        return self._mapped(mesh, body, sources, old, sources=True)
+        return self._mapped(mesh, body, _stored(sources, self._sources), _specs(mesh, self._sources), old)
 
     def cut(self, mesh: Mesh, sources: Sequence[Any]) -> Any:
         """The buffers that move from the old devices."""
 
         def body(sources: Sequence[Any]) -> Sequence[Any]:
             row, buffers = self._row(0, mesh), list[Any]()
-            for exchange in self.exchanges:
+            for permute in self.permutes:
                 pieces = [
-                    None if item.source is None else item.taken(sources[item.source], row) for item in exchange.items
+                    None if item.source is None else item.taken(sources[item.source], row) for item in permute.items
                 ]
-                buffers += exchange.packed(pieces)
+                buffers += permute.packed(pieces)
             return buffers
 
-        specs = [_spec(mesh, each.sharding) for each in self._sources]
-        given = [_stored(array, each) for array, each in zip(sources, self._sources, strict=True)]
-        whole = PartitionSpec(mesh.axis_names)
-        return jax.shard_map(body, mesh=mesh, in_specs=(specs,), out_specs=whole, check_vma=False)(given)
+        own, whole = _specs(mesh, self._sources), PartitionSpec(mesh.axis_names)
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=(own,), out_specs=whole, check_vma=False)
+        return mapped(_stored(sources, self._sources))
 
     def join(self, mesh: Mesh, buffers: Sequence[Any], old: Sequence[Any]) -> Any:
         """The new arrays, from the buffers on the new devices."""
 
         def body(buffers: Sequence[Any], old: Sequence[Any]) -> Sequence[Any]:
             row, results, left = self._row(1, mesh), self._before(old), list(buffers)
-            for exchange in self.exchanges:
-                count = len(exchange.buffers)
-                self._put(exchange, results, exchange.unpacked(left[:count]), row)
+            for permute in self.permutes:
+                count = len(permute.buffers)
+                self._put(permute, results, permute.unpacked(left[:count]), row)
                 del left[:count]
             return results
 
-        return self._mapped(mesh, body, buffers, old)
+        return self._mapped(mesh, body, buffers, PartitionSpec(mesh.axis_names), old)
 
     def _before(self, old: Sequence[Any]) -> list[Any]:
         """The bits of the shards before anything is put into them."""
@@ -501,30 +495,25 @@ class _Parts:
         kinds = [(each.sharding, *stored_as(each.shape, each.dtype)) for each in self._targets]
         return [jnp.zeros(sharding.shard_shape(shape), _wire(dtype)) for sharding, shape, dtype in kinds]
 
-    def _put(self, exchange: _Exchange, results: list[Any], pieces: Sequence[Any], row: Any) -> None:
-        valid = None if exchange.valid is None else _at([exchange.valid], row)[0] > 0
-        for item, piece in zip(exchange.items, pieces, strict=True):
+    def _put(self, permute: _Permute, results: list[Any], pieces: Sequence[Any], row: Any) -> None:
+        valid = None if permute.valid is None else _at([permute.valid], row)[0] > 0
+        for item, piece in zip(permute.items, pieces, strict=True):
             results[item.target] = item.given(results[item.target], piece, row, valid)
 
-    def _mapped(self, mesh: Mesh, body: Any, given: Sequence[Any], old: Sequence[Any], *, sources: bool = False) -> Any:
-        """Runs a body on every device; `given` are buffers, or the sources."""
-        specs = [_spec(mesh, each.sharding) for each in self._targets]
-        if sources:
-            own = [_spec(mesh, each.sharding) for each in self._sources]
-            given = [_stored(array, each) for array, each in zip(given, self._sources, strict=True)]
-        else:
-            own = [PartitionSpec(mesh.axis_names)] * len(given)
-        old = [_stored(array, each) for array, each in zip(old, self._targets, strict=True)] if old else []
+    def _mapped(self, mesh: Mesh, body: Any, given: Sequence[Any], own: Any, old: Sequence[Any]) -> Any:
+        """Runs a body on every device; `own` are the specs of what is given."""
+        specs = _specs(mesh, self._targets)
         in_specs = (own, specs if old else [])
-        results = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=specs, check_vma=False)(given, old)
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=specs, check_vma=False)
+        results = mapped(given, _stored(old, self._targets) if old else [])
         kinds = [(each.dtype, stored_as(each.shape, each.dtype)[1]) for each in self._targets]
         return [as_keys(_of_bits(bits, dtype), own) for bits, (own, dtype) in zip(results, kinds, strict=True)]
 
 
-def _stored(array: Any, of: Array) -> Any:
-    """While tracing: an array in device memory; keys as their data."""
-    array = on_device(array, of.sharding)
-    return jax.random.key_data(array) if is_key(of.dtype) else array
+def _stored(arrays: Sequence[Any], structs: Sequence[Struct]) -> list[Any]:
+    """While tracing: arrays in device memory; keys as their data."""
+    here = [on_device(array, struct.sharding) for array, struct in zip(arrays, structs, strict=True)]
+    return [jax.random.key_data(array) if is_key(array.dtype) else array for array in here]
 
 
 def _at(starts: Iterable[_Start], row: Sequence[Any]) -> list[Any]:
@@ -608,8 +597,12 @@ def _mesh(devices: Sequence[Any], shardings: Sequence[Sharding]) -> Mesh:
     return mesh
 
 
+def _specs(mesh: Mesh, structs: Iterable[Struct]) -> list[PartitionSpec]:
+    """The specs of shardings on a mesh that `_common_mesh` made for them."""
+    return [_spec(mesh, cast(Sharding, struct.sharding)) for struct in structs]
+
+
 def _spec(mesh: Mesh, sharding: Sharding) -> PartitionSpec:
-    """The spec of a sharding on a mesh that `_common_mesh` made for it."""
     if not isinstance(sharding, NamedSharding):
         return PartitionSpec()
     inner, names = 1, dict[str, tuple[str, ...]]()

@@ -34,7 +34,7 @@ def test_what_the_command_line_needs_of_a_framework_is_named(
     monkeypatch.setitem(sys.modules, "lazymodel_keras", None)
     assert main(["plan", "some_preset"]) != 0
     printed = capsys.readouterr()
-    assert "need lazymodel_keras" in printed.out + printed.err
+    assert "needs lazymodel_keras" in printed.out + printed.err
     assert "pip install 'lazymodel[keras]'" in printed.out + printed.err
 
 
