@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import types
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, TypeAlias, cast
 
 import jax
 import numpy as np
@@ -464,12 +464,8 @@ class _Results(Framework):
         super().__init__(lambda leaves: traced.structure({**dict.fromkeys(after), **leaves})[0])
 
 
-class _Traced(NamedTuple):
-    """A module that Qwix has changed while it was traced."""
-
-    traced: ModelSpec
-    built: _Built
-    changed: _qwix.Changed
+# A module that Qwix has changed while it was traced: as it was traced, what that found, and what Qwix returned.
+_Traced: TypeAlias = "tuple[ModelSpec, _Built, _qwix.Changed]"
 
 
 class _Module(_Results):
@@ -542,16 +538,16 @@ class _Module(_Results):
             what = "is quantized" if model.conversions else "has LoRA pairs"
             raise LazyModelError(f"{model.name} {what} already; quantize comes before lora, with all rules at once")
         provider, rules = _qwix.quantization(how, filters)
-        found = self._traced(model, provider, inputs, rules)
-        if kernels := _qwix.transposed(model, found.changed.weights):
+        *_, changed = found = self._traced(model, provider, inputs, rules)
+        if kernels := _qwix.transposed(model, changed.weights):
             if not rules:
                 raise LazyModelError(
                     f"{kernels[0]!r} is used transposed, and cannot be quantized for its other uses: exclude its "
                     "module by a first rule without weight_qtype, or give quantize the rules instead of a provider"
                 )
             provider, rules = _qwix.excluding(rules, kernels)
-            found = self._traced(model, provider, inputs, rules)
-        if not found.changed.weights:
+            *_, changed = found = self._traced(model, provider, inputs, rules)
+        if not changed.weights:
             raise LazyModelError(f"quantize({how!r}) changes nothing: its rules match no kernel of {model.name}")
         return self._with(model, found)
 
@@ -560,7 +556,7 @@ class _Module(_Results):
         if self._built.trained is nnx.LoRAParam:
             raise LazyModelError(f"{model.name} has LoRA pairs already: give lora one regex for all targets")
         found = self._traced(model, _qwix.pairs(model, rank, targets, rules), inputs, rules)
-        if not found.built.params:
+        if not found[1].params:
             raise LazyModelError(f"lora changes nothing: no kernel of {model.name} is a target")
         return self._with(model, found)
 
@@ -602,7 +598,7 @@ class _Module(_Results):
         except Exception as error:
             error.add_note(f"while Qwix called {model.name} with {inputs!r}")
             raise
-        return _Traced(traced, *found[-1])
+        return traced, *found[-1]
 
     def _with(self, model: ModelSpec, found: _Traced) -> ModelSpec:
         """The model with the variables of a traced module that Qwix has changed."""

@@ -145,7 +145,5 @@ def show(arguments: argparse.Namespace, command: str, found: Any) -> None:
 
 def check_page(path: str | None) -> None:
     """Raises LazyModelError early if a page cannot be written to a path."""
-    if path is None:
-        return
-    if not Path(path).parent.is_dir():
+    if path is not None and not Path(path).parent.is_dir():
         raise LazyModelError(f"cannot write {path}: {os.strerror(errno.ENOENT)}")

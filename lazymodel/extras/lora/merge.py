@@ -142,7 +142,8 @@ def open_adapter(path: str | os.PathLike[str], storage_options: Mapping[str, Any
         except BaseException:
             source.close()
             raise
-    names = {pair.module if pair.parameters == ("weight",) else _first(pair): pair for pair in pairs}
+    weight = ("weight",)
+    names = {p.module if p.parameters == weight else f"{p.module}.{'|'.join(p.parameters)}": p for p in pairs}
     base = config.get("base_model_name_or_path")
     return Adapter(
         source.path,
@@ -163,10 +164,6 @@ def is_adapter(path: str | os.PathLike[str], storage_options: Mapping[str, Any] 
     """Returns True for a folder of PEFT's."""
     where = located(path, storage_options)
     return where.is_dir() and (where / CONFIG).exists()
-
-
-def _first(pair: Pair) -> str:
-    return f"{pair.module}.{'|'.join(pair.parameters)}"
 
 
 def _others(folder: Any) -> str:
@@ -196,11 +193,6 @@ class MergedCheckpoint(Checkpoint):
         if isinstance(self._base, Checkpoint) and name not in self._made:
             return self._base.describe(name)
         return super().describe(name)
-
-    @property
-    def changed(self) -> list[str]:
-        """The names of tensors that are not the base's."""
-        return list(self._made)
 
     @property
     def files(self) -> list[str]:

@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from lazymodel._errors import CheckpointError
 from lazymodel._show.text import grouped_by, listed, plural
@@ -96,12 +96,8 @@ def _pattern_value(config: Mapping[str, Any], patterns: str, default: str, key: 
     return config[default]
 
 
-class Content(NamedTuple):
-    """What an adapter's tensors are for: pairs; names of those that replace the base's; module → rows, their values."""
-
-    pairs: tuple[Pair, ...]
-    replaced: tuple[str, ...]
-    tokens: dict[str, tuple[list[int], LazyTensor]]
+# What an adapter's tensors are for: pairs; names of those that replace the base's; module → rows, and their values.
+Content: TypeAlias = "tuple[tuple[Pair, ...], tuple[str, ...], dict[str, tuple[list[int], LazyTensor]]]"
 
 
 def of_mlx(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], file: str) -> tuple[dict[str, Any], ...]:
@@ -167,7 +163,7 @@ def parse(tensors: Mapping[str, LazyTensor], path: str, config: Mapping[str, Any
             found = parts[name]
             others = found.get("bias"), found.get("lora_magnitude_vector"), "lora_embedding_A" in found
             pairs.append(Pair(module, parameters, a, b, rank, scale, *others))
-    return Content(tuple(pairs), tuple(replaced), tokens)
+    return tuple(pairs), tuple(replaced), tokens
 
 
 def _rows(config: Mapping[str, Any], module: str) -> list[int] | None:

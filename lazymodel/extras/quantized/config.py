@@ -245,10 +245,7 @@ class Contents:
         self.expect(name, shape, *kinds)
         return shape[0], shape[1]
 
-    def add(
-        self, name: str, parts: Sequence[str], shape: Sequence[int], make: Callable[[], Any],
-        dtype: np.dtype[Any] | None = None,
-    ) -> None:  # fmt: skip
+    def add(self, name: str, parts: Sequence[str], shape: Sequence[int], make: Callable[[], Any]) -> None:
         """Records a plain tensor that is made of stored ones, the first of which is the largest. `make` returns it in
         float32, or in a narrower dtype to which it is rounded first.
         """
@@ -259,7 +256,7 @@ class Contents:
             self.reject(parts[0], f"parts of {name!r}, or the tensor itself", "both")
         if not math.prod(shape):
             self.reject(parts[0], "elements", f"a tensor of shape {tuple(shape)}")
-        file, target = self.header(parts[0]).file, dtype or self.config.dtype
+        file, target = self.header(parts[0]).file, self.config.dtype
         self.plain[name] = Plain(lambda: make().astype(target), file, target, tuple(shape))
         self.drop(*parts)
 

@@ -405,7 +405,7 @@ def decode_mxfp4(contents: Contents) -> None:
         def make(blocks: str = blocks, scales: str = scales, shape: tuple[int, ...] = shape) -> LazyTensor:
             whole = (-1, *shape[-3:])
             stored = contents.tensor(blocks).reshape(whole), contents.tensor(scales).reshape(whole[:-1])
-            decoded = LazyTensor(Float4Tensor(*stored, mxfp4_pairs))
+            decoded = LazyTensor(Float4Tensor(*stored, functools.partial(scaled_pairs, _E8M0)))
             return decoded.reshape((*shape[:-2], shape[-2] * BLOCK)).swapaxes(-1, -2)
 
         contents.add(name, [blocks, scales], (*shape[:-3], shape[-2] * BLOCK, shape[-3]), make)
@@ -426,7 +426,7 @@ def add_float4(
 
     def pairs() -> np.ndarray:
         if not overall:
-            return mxfp4_pairs()
+            return scaled_pairs(_E8M0)
         of_all = contents.tensor(overall).read().reshape(())
         with np.errstate(all="ignore"):
             return scaled_pairs(_E4M3 / of_all if divides else _E4M3 * of_all)
@@ -437,10 +437,6 @@ def add_float4(
         return LazyTensor(Float4Tensor(codes, scales, pairs)).reshape(rows, columns)
 
     contents.add(name, [packed, scale, *([overall] if overall else [])], (rows, columns), make)
-
-
-def mxfp4_pairs() -> np.ndarray:
-    return scaled_pairs(_E8M0)
 
 
 def scaled_pairs(scales: np.ndarray) -> np.ndarray:
