@@ -39,6 +39,13 @@ class Form:
     dtype: np.dtype[Any] = BF16
 
 
+def same(found: np.ndarray, expected: np.ndarray) -> None:
+    """Equal in dtype, shape and every bit."""
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    bits = f"u{found.itemsize}"
+    np.testing.assert_array_equal(np.ascontiguousarray(found).view(bits), np.ascontiguousarray(expected).view(bits))
+
+
 def spread(values: np.ndarray, rows: int, columns: int, block: tuple[int, int]) -> np.ndarray:
     """Each value for a block, the last ones cut off."""
     return np.kron(values, np.ones(block, values.dtype))[:rows, :columns]

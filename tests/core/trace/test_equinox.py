@@ -71,15 +71,6 @@ def test_a_stack_of_layers() -> None:
     assert_same(abstract.materialize(), stack(jax.random.key(2)))
 
 
-def test_a_layer_of_the_library() -> None:
-    arguments = (16, 4, 32, 3)
-    abstract = lm.build_abstract(eqx.nn.MLP, *arguments, key=jax.random.key(0))
-    assert abstract["layers/0/weight"].shape == (32, 16)
-    mlp, eager = abstract.materialize(), eqx.nn.MLP(*arguments, key=jax.random.key(0))
-    assert_same(mlp, eager)
-    assert np.array_equal(mlp(jnp.ones(16)), eager(jnp.ones(16)))
-
-
 def test_training_as_equinox_does(mesh8: Any) -> None:
     optimizer = optax.adamw(1e-2)
     abstract = lm.build_abstract(Model, 64, 2, key=jax.random.key(0)).with_optimizer(optimizer)

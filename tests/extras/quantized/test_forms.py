@@ -19,7 +19,7 @@ import lazymodel as lm
 from lazymodel._tensors.buffers import Convert
 from lazymodel.checkpoints import SafetensorsFile
 from tests import quantized
-from tests.quantized import FORMS, Tensors, write_folder
+from tests.quantized import FORMS, Tensors, same, write_folder
 from tests.small import buffer_sizes
 
 SHAPE = (96, 128)
@@ -28,13 +28,6 @@ ODD = ["fp8-block", "fp8-tensor", "fbgemm", "int-quantized", "int-quantized-tens
 ODD += ["nf4", "nf4-nested", "fp4", "int8", "gptq-v2"]
 CASES = [*FORMS, *(f"{name} odd" for name in ODD)]
 NAME = "model.layers.0.mlp.up_proj.weight"
-
-
-def same(found: np.ndarray, expected: np.ndarray) -> None:
-    assert found.dtype == expected.dtype
-    np.testing.assert_array_equal(
-        found.view(f"u{found.itemsize}"), np.ascontiguousarray(expected).view(f"u{found.itemsize}")
-    )
 
 
 def folder_of(

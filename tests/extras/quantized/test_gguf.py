@@ -21,6 +21,7 @@ from tests import gguf_files
 from tests.command import problems
 from tests.core.checkpoints._formats import refused
 from tests.gguf_files import PLAIN, QUANTIZED, Stored, columns, fields, gguf_file, random_tensor, split_files
+from tests.quantized import same
 from tests.small import buffer_sizes
 
 METADATA = {
@@ -37,14 +38,6 @@ METADATA = {
     "long": struct.pack("<Iq", 11, -(2**40)),
 }
 READ = {**METADATA, "wide": 0.1, "long": -(2**40)}
-
-
-def same(found: np.ndarray, expected: np.ndarray) -> None:
-    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-    np.testing.assert_array_equal(
-        np.ascontiguousarray(found).view(f"u{found.itemsize}"),
-        np.ascontiguousarray(expected).view(f"u{found.itemsize}"),
-    )
 
 
 @pytest.fixture(scope="module")

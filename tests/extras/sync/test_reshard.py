@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 from tests.compile_events import compile_events
+from tests.core.trace._eager import random_spec
 
 DTYPES = {
     "float": np.float32,
@@ -52,24 +54,23 @@ def model(mesh: Mesh, spec: P) -> dict[str, Any]:
     return {"layer": {name: put(values(name), NamedSharding(mesh, spec)) for name in DTYPES}, "step": 3}
 
 
-@pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize(
-    ("there", "spec", "way"),
+    ("there", "spec", "donate"),
     [
-        ("sampler", P(None, "model"), "devices"),
-        ("sampler", P("model", "data"), "devices"),
-        ("sampler", P(), "devices"),
-        ("four", P("model"), "devices"),
-        ("turned", P("data", "model"), "devices"),
+        ("sampler", P(None, "model"), False),
+        ("sampler", P("model", "data"), True),
+        ("sampler", P(), False),
+        ("four", P("model"), True),
+        ("turned", P("data", "model"), False),
     ],
 )
-def test_every_bit_is_as_it_was(meshes: dict[str, Mesh], there: str, spec: P, way: str, donate: bool) -> None:
+def test_every_bit_is_as_it_was(meshes: dict[str, Mesh], there: str, spec: P, donate: bool) -> None:
     before = model(meshes["trainer"], P("data"))
     target = NamedSharding(meshes[there], spec)
     reports: list[lm.ReshardReport] = []
     after = lm.reshard(before, target, donate=donate, report=reports.append)
     assert after["step"] == 3
-    assert {row.way for row in reports[0].rows} == {way}
+    assert {row.way for row in reports[0].rows} == {"devices"}
     for name in DTYPES:
         array = after["layer"][name]
         assert array.sharding == target and before["layer"][name].is_deleted() == donate
@@ -85,16 +86,6 @@ def test_only_what_is_named_moves_and_ties_stay_ties(meshes: dict[str, Mesh]) ->
     moved = lm.reshard(tree, {"in": NamedSharding(meshes["sampler"], P("model"))})
     assert moved["in"] is moved["out"] and moved["in"].sharding.spec == P("model")
     assert moved["other"] is tree["other"] and moved["host"] is tree["host"]
-
-
-def test_programs_are_shared_and_an_equal_sharding_moves_nothing(meshes: dict[str, Mesh]) -> None:
-    place = NamedSharding(meshes["trainer"], P(None, "data"))
-    tree = {str(n): put(np.ones((56, 264), np.float32), place) for n in range(12)}  # of a shape that no other test has
-    with compile_events() as events:
-        lm.reshard(tree, NamedSharding(meshes["sampler"], P("data", "model")), max_device_memory=1)
-    assert sum(event.startswith("compile") for event in events) == 1, events
-    same = lm.reshard(tree, NamedSharding(meshes["sampler"], P(None, ("data", "model"))))
-    assert all(same[name] is tree[name] for name in tree)
 
 
 def test_one_array_at_two_places_has_one_sharding(meshes: dict[str, Mesh]) -> None:
@@ -124,12 +115,7 @@ def test_random_moves(seed: int, meshes: dict[str, Mesh]) -> None:
 
     def placed(shape: tuple[int, ...]) -> NamedSharding:
         mesh = meshes[str(rng.choice(list(meshes)))]
-        axes: list[Any] = [None] * len(shape)
-        for name in rng.permutation(mesh.axis_names):
-            fits = [axis for axis in range(len(shape)) if axes[axis] is None and shape[axis] % mesh.shape[name] == 0]
-            if fits and rng.random() < 0.8:
-                axes[rng.choice(fits)] = str(name)
-        return NamedSharding(mesh, P(*axes))
+        return NamedSharding(mesh, random_spec(random.Random(int(rng.integers(1 << 30))), shape, mesh))
 
     shapes = [tuple(rng.choice([0, 1, 3, 8, 16, 24], rng.integers(0, 5))) for _ in range(6)]
     before = {str(i): jax.device_put(rng.normal(size=shape), placed(shape)) for i, shape in enumerate(shapes)}
@@ -197,20 +183,16 @@ def test_what_cannot_be_is_refused_before_anything_moves(meshes: dict[str, Mesh]
         lm.reshard({"step": 3}, sampler)
 
 
-def test_and_back_again(meshes: dict[str, Mesh]) -> None:
-    before = model(meshes["sampler"], P(None, "model"))
-    away = lm.reshard(before, NamedSharding(meshes["four"], P("model")))
-    back = lm.reshard(away, NamedSharding(meshes["trainer"], P("data")))
-    for name in DTYPES:
-        assert np.asarray(back["layer"][name]).tobytes() == values(name).tobytes()
-
-
-def test_variables_of_one_kind_share_a_program(mesh8: Mesh) -> None:
-    """Forty variables of two kinds compile two programs; a program for all would take minutes to compile."""
-    before, after = NamedSharding(mesh8, P("model")), NamedSharding(mesh8, P(None, "model"))
-    model = jax.device_put({f"w{n}": np.full((64, 128 + 64 * (n % 2)), n, "float32") for n in range(40)}, before)
+def test_variables_of_one_kind_share_a_program(meshes: dict[str, Mesh]) -> None:
+    """Forty variables of two kinds compile two programs, whose shapes no other test has; a program for all would take
+    minutes to compile. An equal sharding moves nothing.
+    """
+    before, after = NamedSharding(meshes["trainer"], P("data")), NamedSharding(meshes["sampler"], P("data", "model"))
+    model = jax.device_put({f"w{n}": np.full((56, 128 + 64 * (n % 2)), n, "float32") for n in range(40)}, before)
     with compile_events() as events:
-        moved = lm.reshard(model, after)
+        moved = lm.reshard(model, after, max_device_memory=1)
     assert sum(event.startswith("compile") for event in events) == 2
     for name, array in moved.items():
         assert array.sharding == after and (np.asarray(array) == np.asarray(model[name])).all()
+    same = lm.reshard(model, NamedSharding(meshes["sampler"], P(("data", "model"))))
+    assert all(same[name] is model[name] for name in model)

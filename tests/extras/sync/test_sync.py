@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 from tests.compile_events import compile_events
+from tests.core.trace._eager import random_spec
 from tests.processes import free_address, printed, run_workers
 
 FLOAT, HALF = np.dtype("float32"), np.dtype(ml_dtypes.bfloat16)
@@ -125,19 +127,19 @@ def sent(compiled: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    ("there", "before", "after"),
+    ("there", "before", "after", "dtype"),
     [
-        ("same", P("data"), P(None, "model")),
-        ("flat", P("data"), P(None, "model")),
-        ("trainer", P(None, "data"), P("data")),
-        ("turned", P("data"), P(None, "model")),
-        ("four", P("data"), P("model")),
-        ("high", P("data"), P(None, "model")),
-        ("same", P(), P("model", "data")),
-        ("same", P("data"), P()),
+        ("same", P("data"), P(None, "model"), FLOAT),
+        ("same", P("data"), P(None, "model"), HALF),
+        ("flat", P("data"), P(None, "model"), FLOAT),
+        ("trainer", P(None, "data"), P("data"), HALF),
+        ("turned", P("data"), P(None, "model"), FLOAT),
+        ("four", P("data"), P("model"), HALF),
+        ("high", P("data"), P(None, "model"), FLOAT),
+        ("same", P(), P("model", "data"), HALF),
+        ("same", P("data"), P(), FLOAT),
     ],
 )
-@pytest.mark.parametrize("dtype", [FLOAT, HALF], ids=["float32", "bfloat16"])
 def test_plain_moves(meshes: dict[str, Mesh], there: str, before: P, after: P, dtype: Any) -> None:
     shapes = {f"layers/{n}/up": (64, 32) for n in range(2)}
     trainer = model(shapes, FLOAT, meshes["trainer"], {".*": before})
@@ -185,16 +187,11 @@ VIEWS: list[Any] = [
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_views(seed: int, meshes: dict[str, Mesh]) -> None:
-    rng = np.random.default_rng(seed)
+    rng, specs = np.random.default_rng(seed), random.Random(seed)
     six = Mesh(np.array(jax.devices()[1:7]).reshape(2, 3), ("data", "model"))
 
     def placed(shape: tuple[int, ...], where: Mesh) -> NamedSharding:
-        axes: list[Any] = [None] * len(shape)
-        for name in rng.permutation(where.axis_names):
-            fits = [n for n in range(len(shape)) if axes[n] is None and shape[n] % where.shape[name] == 0]
-            if fits and rng.random() < 0.9:
-                axes[rng.choice(fits)] = str(name)
-        return NamedSharding(where, P(*axes))
+        return NamedSharding(where, random_spec(specs, shape, where))
 
     here, there = ([*meshes.values(), six][n] for n in rng.integers(0, len(meshes) + 1, 2))
     values = {name: rng.normal(size=(48, 32)).astype(FLOAT) for name in "ab"}
