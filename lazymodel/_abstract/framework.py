@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn, Protocol, Self, TypeVar
@@ -20,7 +19,7 @@ from jax.sharding import Sharding
 from lazymodel._abstract.pairs import LoraPair, named_pairs
 from lazymodel._abstract.variable import AbstractVariable, automatic, on_device, path_text
 from lazymodel._errors import LazyModelError
-from lazymodel._programs.jaxprs import without_mesh
+from lazymodel._programs.jaxprs import PROGRAMS, without_mesh
 from lazymodel._programs.programs import InitRecipe, ProgramCache
 from lazymodel._show.progress import Span
 from lazymodel._show.text import closest
@@ -109,15 +108,13 @@ class Conversion:
 
     def program(self, given: Sharding, shardings: Mapping[str, Sharding]) -> Any:
         """The jitted function of the value's array."""
-        return _conversion(self.function, given, tuple(shardings[path] for path in self.paths))
+        function, placed = self.function, tuple(shardings[path] for path in self.paths)
 
+        def compute(array: jax.Array) -> tuple[jax.Array, ...]:
+            return tuple(function(on_device(array, given)))
 
-@functools.lru_cache(256)  # a model has a few
-def _conversion(function: Callable[..., Any], given: Sharding, placed: tuple[Sharding, ...]) -> Callable[..., Any]:
-    def compute(array: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(function(on_device(array, given)))
-
-    return jax.jit(compute, out_shardings=placed)
+        key = "conversion", function, given, placed
+        return PROGRAMS.get(key, lambda: jax.jit(compute, out_shardings=placed))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -558,8 +558,9 @@ class Programs(Generic[Compiled]):
         return found.result()
 
 
-# The programs of the process: init programs, their kernels and chunks, stretches of `run`, exchanges, statistics. A
-# decoder has some tens, of 50 to 100 KiB of machine code each on CPUs. Keys begin with the kind of program.
+# The programs of the process: init programs, their kernels and chunks, conversions, stretches of `run`, exchanges,
+# moves of `Sync`, statistics. A decoder has some tens, of 50 to 100 KiB of machine code each on CPUs. Keys begin with
+# the kind of program.
 PROGRAMS: Programs[Any] = Programs(2048)
 
 

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from lazymodel._abstract.variable import automatic, automatic_sharding, is_offloaded, on_device, under
 from lazymodel._devices.hardware import compile_lowered
 from lazymodel._errors import LazyModelError
-from lazymodel._programs.jaxprs import Programs, as_keys, is_key, stored_as, uses_x64, with_shards, without_mesh
+from lazymodel._programs.jaxprs import PROGRAMS, as_keys, is_key, stored_as, uses_x64, with_shards, without_mesh
 from lazymodel._show.text import grouped_by, listed
 from lazymodel._tensors.buffers import Arithmetic, Convert
 from lazymodel._tensors.shards import grouped, spec_axes
@@ -105,7 +105,7 @@ def grouped_moves(moves: Sequence[Move], sources: Mapping[str, Struct], limit: i
         recipe = tuple((routes[move.path], tuple(places[name] for name in move.names)) for move in members)
         wanted = tuple(move.target for move in members)
         what = recipe, tuple(given.values()), wanted, reuse
-        program = _COMPILED.get(what, lambda: _CompiledMoves(*what))
+        program = PROGRAMS.get(("moves", *what), lambda: _CompiledMoves(*what))
         groups.append(Group(tuple(given), tuple(move.path for move in members), wanted, program))
 
     def buffered(move: Move) -> int:
@@ -247,9 +247,6 @@ class _CompiledMoves:
         ]
         del moved
         return self._calls[1](buffers, old)
-
-
-_COMPILED: Programs[_CompiledMoves] = Programs(1024)
 
 
 def _compiled(function: Any, *structs: Any) -> tuple[jax.stages.Compiled, Any]:
