@@ -52,7 +52,8 @@ if _typing.TYPE_CHECKING:
     from lazymodel._plan.search import smallest_topology
     from lazymodel._plan.what_if import WhatIf
     from lazymodel._restore import restore, training_state
-    from lazymodel._save.save import save, save_step
+    from lazymodel._save.save import save
+    from lazymodel._save.step import save_step
     from lazymodel._sharding.auto import auto
     from lazymodel._sharding.roles import Host, role
     from lazymodel._show.progress import Progress
@@ -94,7 +95,8 @@ _NAMES = {  # module: names that it has
     "lazymodel._plan.what_if": "WhatIf",
     "lazymodel._restore": "restore training_state",
     "lazymodel.extras.lora.save_adapter": "save_adapter",
-    "lazymodel._save.save": "save save_step",
+    "lazymodel._save.save": "save",
+    "lazymodel._save.step": "save_step",
     "lazymodel._sharding.auto": "auto",
     "lazymodel._sharding.roles": "Host role",
     "lazymodel._show.progress": "Progress",

@@ -23,8 +23,8 @@ _PLACES = {
     "orbax_chunk": ["lazymodel._save.orbax._CHUNK"],
     "read_request": ["lazymodel._remote.prefetch.REQUEST"],
     "silence": ["lazymodel._devices.collective.SILENCE"],
-    "least_upload_part": ["lazymodel._save.remote.LEAST_PART"],
-    "upload_part": ["lazymodel._save.remote.PART"],
+    "least_upload_part": ["lazymodel._remote.upload.LEAST_PART"],
+    "upload_part": ["lazymodel._remote.upload.PART"],
     "saved_chunk": ["lazymodel_keras._train.saving._CHUNK"],  # bytes that Keras' weights are written at a time
     "write_chunk": ["lazymodel._save.write._CHUNK"],
     "staging": [

@@ -32,9 +32,8 @@ from lazymodel._errors import warn
 from lazymodel._mapping.resolve import lazy_values
 from lazymodel._remote.path import Location
 from lazymodel._remote.url import shown
-from lazymodel._save.save import DEFAULT_BUDGET, differences, forget
-from lazymodel._show.progress import progress_for
-from lazymodel._show.text import closest, format_bytes, parse_budget, quiet_tensorflow
+from lazymodel._save.convert import differences, forget
+from lazymodel._show.text import closest, format_bytes, quiet_tensorflow
 from lazymodel._trace.function import ValuedTrace
 from lazymodel.checkpoints._open import located, weight_files
 from lazymodel.checkpoints._untrusted import MAX_JSON, read_at_most
@@ -104,8 +103,7 @@ def _convert_model(
         found = lazy_values(abstract_from_preset(target, destination, **given))
         found = {path: one for path, one in zip(expected, found.values(), strict=True) if one.file}
     expected = {path: tensor for path, tensor in expected.items() if path in found}
-    budget = parse_budget(options.get("max_host_memory"), DEFAULT_BUDGET)
-    return list(differences(expected, found, progress_for(options.get("progress")), budget))
+    return list(differences(expected, found, options))
 
 
 def _plan_model(

@@ -21,7 +21,8 @@ import numpy as np
 from lazymodel._errors import LazyModelError, warn
 from lazymodel._remote.path import LocalPath
 from lazymodel._save.atomic import Staging, writing
-from lazymodel._save.destination import Destination, SavedFile, grouped, replace_shards
+from lazymodel._save.disk import DiskDestination, replace_shards
+from lazymodel._save.files import SavedFile, SaveOptions, grouped
 from lazymodel._tensors.byte_reader import Seekable
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel.checkpoints._hdf5 import import_h5py
@@ -31,7 +32,7 @@ from lazymodel.checkpoints._untrusted import is_numpys
 _BFLOAT16 = np.dtype(jnp.bfloat16)
 
 
-def layout(tensors: Mapping[str, LazyTensor], path: Path, shard_size: int) -> list[SavedFile]:
+def layout(tensors: Mapping[str, LazyTensor], path: Path, options: SaveOptions) -> list[SavedFile]:
     """One file of the path's name; or, where that is an index (`.weights.json`), shards as Keras names them."""
     for name, tensor in tensors.items():
         if not is_numpys(tensor.dtype) and tensor.dtype != _BFLOAT16:
@@ -43,22 +44,17 @@ def layout(tensors: Mapping[str, LazyTensor], path: Path, shard_size: int) -> li
             raise LazyModelError(f"{name!r} cannot be the path of a dataset in HDF5; rename it with a mapping")
     if path.suffix != ".json":
         return [_file(path.name, tensors)]
-    groups = grouped(tensors, shard_size, lambda _, tensor: tensor.nbytes)
+    groups = grouped(tensors, options.shard_size, lambda _, tensor: tensor.nbytes)
     base = path.stem.replace(".weights", "")
     return [_file(f"{base}_{number:05}.weights.h5", group) for number, group in enumerate(groups)]
 
 
-class Hdf5Shards(Destination):
+class Hdf5Shards(DiskDestination):
     """An index, `x.weights.json`, with its shards. Other files in the folder stay."""
 
-    _inside = True
-
-    def __init__(self, path: LocalPath, files: list[SavedFile]) -> None:
-        super().__init__(path.parent, files)
+    def __init__(self, path: LocalPath, files: list[SavedFile], options: SaveOptions) -> None:
+        super().__init__(path.parent, files, options, inside=True, rivals=[staging_folder(path.parent)])
         self._index = path
-
-    def _rivals(self) -> list[Path]:
-        return [staging_folder(self.path)]
 
     def _there(self) -> LocalPath | None:
         return self._index if self._index.exists() else None

@@ -21,7 +21,8 @@ from lazymodel._abstract.frameworks import adapters
 from lazymodel._abstract.variable import ARRAYS, NUMBERS, as_array, path_text
 from lazymodel._errors import LazyModelError
 from lazymodel._remote.path import LocalPath
-from lazymodel._save.destination import SavedFile, WholeFolder
+from lazymodel._save.disk import WholeFolder
+from lazymodel._save.files import SavedFile
 from lazymodel._show.text import listed
 from lazymodel._tensors.boxes import grid, whole_box
 from lazymodel._tensors.lazy import LazyTensor

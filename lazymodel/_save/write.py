@@ -13,7 +13,7 @@ import math
 import mmap
 import os
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -22,25 +22,13 @@ import numpy as np
 from lazymodel._devices.collective import CollectiveScope
 from lazymodel._errors import LazyModelError
 from lazymodel._remote.path import reading_ahead
-from lazymodel._save.destination import Destination, SavedFile
+from lazymodel._save.files import SavedFile, SaveOptions, complete, divided, in_threads
 from lazymodel._show.progress import Progress, reported
-from lazymodel._show.text import format_bytes
-from lazymodel._tensors.boxes import (
-    Box,
-    box_shape,
-    clip,
-    cover,
-    fresh_view,
-    geometry_of,
-    normalize,
-    shift,
-    slabs,
-    whole_box,
-)
+from lazymodel._tensors.boxes import Box, box_shape, clip, cover, fresh_view, geometry_of, normalize, shift, slabs
 from lazymodel._tensors.buffers import Scratch, parallel
 from lazymodel._tensors.lazy import ConcatenatedTensor, LazyTensor
 from lazymodel._tensors.shards import DeviceTensor
-from lazymodel._tensors.tensor_source import TensorSource, fill_parts, required_ranges
+from lazymodel._tensors.tensor_source import fill_parts, required_ranges
 from lazymodel.checkpoints._safetensors import FLOAT4
 
 _CHUNK = 16 << 20  # bytes that are staged at a time: a write of some milliseconds, a transfer likewise
@@ -82,13 +70,6 @@ def _pieces(name: str, tensor: LazyTensor, offset: int, *, leads: bool) -> Itera
         flip = tuple(slice(None, None, -1 if stride < 0 else 1) for stride in target.strides)
         geometry = geometry_of(target[(*flip, ...)])
         yield _Piece(name, own[(*flip, ...)], offset + geometry.start, geometry.strides)
-
-
-def complete(source: TensorSource) -> bool:
-    """Returns True if this process can read all of it."""
-    if isinstance(source, ConcatenatedTensor):
-        return all(complete(piece.source) for piece in source.pieces)
-    return not isinstance(source, DeviceTensor) or source.complete
 
 
 def chunks_of(tensor: LazyTensor, nbytes: int) -> list[Box]:
@@ -156,61 +137,38 @@ def _places(view: np.ndarray) -> int:
     return view.size * (1 + 7 * twice_mean + 3 * (3 * twice_mean**2 + spread))
 
 
-def check_budget(files: Sequence[SavedFile], budget: int, available: int | None = None) -> None:
-    """Raises LazyModelError where a tensor cannot be written, or not read within the available part of the budget."""
-    available = budget if available is None else available
-    for name, tensor, _ in (placed for file in files for placed in file.tensors):
-        if tensor.dtype == FLOAT4 and not complete(tensor.source):
-            raise LazyModelError(
-                f"{name!r}: 4-bit floats that several processes share cannot be written, because two are one byte"
-            )
-        scratch = tensor.source.min_scratch_nbytes
-        if scratch + 8 * tensor.itemsize > available:
-            part = "" if available == budget else f", of which {format_bytes(available)} are left alongside uploads"
-            raise LazyModelError(
-                f"{name!r}: reading any of it takes {format_bytes(scratch)} at once, more than "
-                f"max_host_memory={format_bytes(budget)}{part}"
-            )
-
-
-def any_remote(tensors: Iterable[LazyTensor]) -> bool:
-    """Returns True if anything of some tensors is read from a store."""
-    return any(True for tensor in tensors for _ in required_ranges(tensor, [whole_box(tensor.shape)]))
-
-
 def write_files(
-    target: Destination,
-    budget: int,
-    bar: Progress,
-    stage: CollectiveScope | None = None,
+    path: Path,
+    files: Mapping[Path, SavedFile],
+    options: SaveOptions,
+    scope: CollectiveScope | None = None,
     *,
     leads: bool,
 ) -> None:
-    """Writes what is this process's, in file order, until the stage fails in any process."""
-    stage = stage or CollectiveScope()
-    pieces = [
-        (file, [piece for name, tensor, at in file.tensors for piece in _pieces(name, tensor, at, leads=leads)])
-        for file in target.files
-        if file.tensors
-    ]
-    tensors = [piece.tensor for _, group in pieces for piece in group]
-    ahead = budget // 4 if any_remote(tensors) else 0
-    unit = max((tensor.source.min_scratch_nbytes for tensor in tensors), default=0)
-    threads = max(min(_THREADS, (budget - ahead) // (unit + 2 * _CHUNK)), 1)
-    chunk = max(min(_CHUNK, ((budget - ahead) // threads - unit) // 2), 1)
-    writing = [_Writing(target.place(file), list(_jobs(group, chunk))) for file, group in pieces]
-    wants = [want for file in writing for piece, box, _ in file.jobs for want in required_ranges(piece.tensor, [box])]
-    total = sum(tensor.nbytes for tensor in tensors)
+    """Writes what is this process's, in file order, until any process fails; errors and progress name the path.
+
+    Every file is there already, with its header and its length.
+    """
+    scope = scope or CollectiveScope()
+    ahead, unit = divided(list(files.values()), options.budget)
+    threads, chunk = in_threads(options.budget - ahead, unit, _THREADS, _CHUNK, 2)
+    writing: list[_Writing] = []
+    for place, file in files.items():
+        pieces = [piece for name, tensor, at in file.tensors for piece in _pieces(name, tensor, at, leads=leads)]
+        writing += [_Writing(place, list(_jobs(pieces, chunk)))] if file.tensors else []
+    jobs = [job for file in writing for job in file.jobs]
+    wants = [want for piece, box, _ in jobs for want in required_ranges(piece.tensor, [box])]
+    total = sum(_nbytes(piece, box) for piece, box, _ in jobs)
     try:
-        with reported(bar, total, f"{target.path.name}: saving"), reading_ahead(wants, ahead):
-            _run(writing, threads, chunk + unit, bar, stage.check)
+        with reported(options.bar, total, f"{path.name}: saving"), reading_ahead(wants, ahead):
+            _run(writing, threads, chunk + unit, options.bar, scope.check)
     except OSError as error:
         if isinstance(error, FileNotFoundError):
-            stage.check(at_once=True)  # a process that failed has removed what was staged
+            scope.check(at_once=True)  # a process that failed has removed what was staged
         hint = "; with several processes the path must be on a file system that all of them share"
         hint = hint if isinstance(error, FileNotFoundError) else ""
         where = os.path.basename(error.filename) if isinstance(error.filename, str | Path) else "a file"
-        raise LazyModelError(f"cannot write {target.path} ({where}): {error.strerror}{hint}") from error
+        raise LazyModelError(f"cannot write {path} ({where}): {error.strerror}{hint}") from error
     finally:
         for file in writing:
             file.close()
@@ -243,9 +201,7 @@ class _Writing:
                 while stop < end:
                     stop += os.pwrite(self._direct, view[stop:end], offset + stop)
             except OSError as error:
-                if (
-                    error.errno != errno.EINVAL
-                ):  # it wants larger blocks, or the file system does not support it after all
+                if error.errno != errno.EINVAL:  # it wants larger blocks, or is not supported after all
                     raise
         for first, last in ((0, start), (stop, len(view))):
             while first < last:

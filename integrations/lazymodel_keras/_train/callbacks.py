@@ -22,8 +22,8 @@ import keras
 import lazymodel
 from lazymodel import CheckpointError, LazyModelError, open_checkpoint, save_step
 from lazymodel._remote.path import RemotePath, location
+from lazymodel._remote.upload import check_writable
 from lazymodel._remote.url import is_url, shown
-from lazymodel._save.remote import check_writable
 from lazymodel._show.text import listed
 from lazymodel.checkpoints._checkpoint import KEY, described, is_nothing, read_described
 from lazymodel.checkpoints._open import located

@@ -41,12 +41,12 @@ from lazymodel._errors import warn
 from lazymodel._mapping.resolve import lazy_values
 from lazymodel._remote.path import LocalPath, matching
 from lazymodel._save.atomic import carry_over, staging, writing
-from lazymodel._save.destination import Destination, SavedFile, check_room, old_files
+from lazymodel._save.disk import check_room
+from lazymodel._save.files import SavedFile, SaveOptions
 from lazymodel._save.hdf5 import replace_keras_shards, reserving_properties
-from lazymodel._save.save import default_budget
-from lazymodel._save.write import check_budget, write_files
-from lazymodel._show.progress import progress_for
-from lazymodel._show.text import parse_budget, parse_bytes
+from lazymodel._save.safetensors import old_files
+from lazymodel._save.write import write_files
+from lazymodel._show.text import parse_bytes
 from lazymodel._tensors.boxes import slabs
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.shards import DeviceTensor
@@ -282,8 +282,7 @@ def save_preset(
         raise LazyModelError(f"to is 'preset' or 'huggingface'; got {to!r}")
     size = parse_bytes(max_shard_size, name="max_shard_size", at_least=1)
     result, values = _unfilled(abstract)
-    tensors = {tensor.name: tensor for _, tensor in values}
-    budget = parse_budget(max_host_memory, default_budget(tensors))
+    options = SaveOptions.given({tensor.name: tensor for _, tensor in values}, max_host_memory, progress)
     how = {"preset": "save_to_preset", "huggingface": "export_to_transformers"}[to]
     if not hasattr(result, how):
         raise LazyModelError(f"{type(result).__name__} has no {how}: expected a backbone or a task of KerasHub")
@@ -297,9 +296,11 @@ def save_preset(
         reserved = Reserved()
         with _upstream.holding_lazily(values), _patches.needed(_Saving(at_once=True, reserved=reserved)):
             result.save_to_preset(str(new), max_shard_size=size / 2**30)
-        target = _Reserved(folder, new, reserved)
-        check_budget(target.files, budget)
-        write_files(target, budget, progress_for(progress), leads=True)
+        files = {
+            path: SavedFile(path.name, b"", tuple(sorted(places, key=lambda each: each[2])), 0)
+            for path, places in reserved.items()
+        }
+        write_files(folder, files, options, leads=True)
 
     def export(new: Path) -> None:
         tensors = _exported(result, values, new)
@@ -311,7 +312,7 @@ def save_preset(
                 f"{path}: {type(result).__name__} is saved without its output projection 'lm_head.weight', and "
                 "transformers gives a language model of this folder random numbers for it. Save the task instead"
             )
-        save(tensors, new, max_shard_size=size, max_host_memory=budget, progress=progress)
+        save(tensors, new, max_shard_size=size, max_host_memory=options.budget, progress=progress)
 
     if to == "preset":
         save_folder(preset, folder, outdated_of_preset)
@@ -332,22 +333,6 @@ def _unfilled(abstract: Any) -> tuple[Any, list[tuple[Any, LazyTensor]]]:
         )
     values = lazy_values(abstract)
     return skeleton.result, [(variable, values[path]) for path, (variable, _) in skeleton.variables.items()]
-
-
-class _Reserved(Destination):
-    """Existing files with bytes reserved for values."""
-
-    _inside = False
-
-    def __init__(self, folder: Path, new: Path, reserved: Reserved) -> None:
-        files = {
-            str(file.relative_to(new)): sorted(places, key=lambda each: each[2]) for file, places in reserved.items()
-        }
-        super().__init__(LocalPath(folder), [SavedFile(name, b"", tuple(places), 0) for name, places in files.items()])
-        self._new = new
-
-    def place(self, file: SavedFile) -> Path:
-        return self._new / file.name
 
 
 # Exporting ------------------------------------------------------------------------------------------------------------

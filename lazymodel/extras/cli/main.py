@@ -31,7 +31,7 @@ from lazymodel._extras import extra
 from lazymodel._mapping.table import WeightMap
 from lazymodel._programs.jaxprs import CONFIG
 from lazymodel._remote.url import is_url, shown
-from lazymodel._save.save import convert, selected
+from lazymodel._save.convert import Conversion, convert, selected
 from lazymodel._show.table import Column, Table, print_text
 from lazymodel._show.text import closest, format_bytes, listed, plural, quiet_tensorflow
 from lazymodel._tensors.buffers import available_memory, cores, default_budget
@@ -135,17 +135,17 @@ def _tensors(arguments: argparse.Namespace, given: dict[str, Any] | None, option
     mapping: Any = None if arguments.map is None else imported(arguments.map)
     if mapping is not None and not isinstance(mapping, WeightMap) and not callable(mapping):
         raise LazyModelError(f"--map {arguments.map}: expected a WeightMap or a function, found {type(mapping)}")
-    return convert(
-        arguments.source,
-        arguments.destination,
-        format=arguments.to,
+    how = Conversion(
+        options.pop("source_options"),
+        options.pop("dtype"),
         include=arguments.include or (),
         exclude=arguments.exclude or (),
         mapping=cast(Any, mapping),
         adapters=[lm.open_adapter(path, given if is_url(path) else None) for path in arguments.adapter or ()],
-        storage_options=given if is_url(arguments.destination) else None,
-        **options,
+        verify=options.pop("verify"),
     )
+    options |= {"format": arguments.to, "storage_options": given if is_url(arguments.destination) else None}
+    return convert(arguments.source, arguments.destination, how, **options)
 
 
 def _model(arguments: argparse.Namespace, options: dict[str, Any]) -> list[str]:

@@ -26,11 +26,12 @@ from lazymodel._mapping.table import WeightMap
 from lazymodel._remote.path import LocalPath
 from lazymodel._remote.url import is_url
 from lazymodel._save.atomic import carry_over, writing
-from lazymodel._save.destination import SavedFile, SaveOptions, WholeFolder, layout
-from lazymodel._save.save import TERMS, default_budget, values_of, write_to
-from lazymodel._save.write import check_budget
-from lazymodel._show.progress import Progress, progress_for
-from lazymodel._show.text import listed, parse_budget
+from lazymodel._save.disk import WholeFolder
+from lazymodel._save.files import SavedFile, SaveOptions
+from lazymodel._save.safetensors import layout
+from lazymodel._save.save import TERMS, values_of, write_to
+from lazymodel._show.progress import Progress
+from lazymodel._show.text import listed
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel.checkpoints._safetensors import OWN_DTYPES
 from lazymodel.extras.lora.pairs import LowRank, of_rank, pair_products
@@ -108,9 +109,7 @@ def save_adapter(
         others = {path: np.shape(array) for path, array in values.items() if path not in arrays}
         known = others if mapping is None else mapping.tensor_names(others)
         tensors, config = _adapter(added, {name.replace("/", ".") for name in known}, base)
-        options = SaveOptions(
-            None, parse_budget(max_host_memory, default_budget(tensors)), {"format": "pt"}, progress_for(progress)
-        )
+        options = SaveOptions.given(tensors, max_host_memory, progress, metadata={"format": "pt"})
     if tied := [pair.base for pair in pairs if pair.tied]:
         config["ensure_weight_tying"] = True  # without, PEFT adds it to the embeddings only
         warn(
@@ -140,11 +139,10 @@ class _AdapterFolder(WholeFolder):
     def __init__(
         self, path: LocalPath, tensors: dict[str, LazyTensor], config: Mapping[str, Any], options: SaveOptions
     ) -> None:
-        (file,) = layout(tensors, None, options.metadata, "")
+        (file,) = layout(tensors, options)
         text = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
         files = [dataclasses.replace(file, name=FILES[0]), SavedFile(CONFIG, text, (), len(text))]
-        super().__init__(LocalPath(os.path.realpath(path)), files)
-        check_budget(files, options.budget)
+        super().__init__(path, files, options)
 
     def _there(self) -> LocalPath | None:
         return next((self.path / name for name in (CONFIG, *FILES) if (self.path / name).exists()), None)

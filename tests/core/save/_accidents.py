@@ -1,14 +1,11 @@
 """Saves that are killed, interrupted or run out of disk at their n-th file operation, and what must be there then.
 
-Used by the tests of this folder. `python _accidents.py kill FOLDER STEP WORLD` ends processes with SIGKILL at every
-STEP-th operation, `python _accidents.py race FOLDER TIMES WORLD WORLD` lets two savers begin at once; both print, as
-JSON, how often which checkpoint was there.
+Used by the tests of this folder. `python _accidents.py FOLDER WORLD NUMBER` ends with SIGKILL at an operation.
 """
 
 from __future__ import annotations
 
 import builtins
-import collections
 import contextlib
 import ctypes
 import dataclasses
@@ -17,106 +14,50 @@ import functools
 import gc
 import io
 import itertools
-import json
 import os
 import shutil
 import signal
 import sys
-import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 
 import lazymodel as lm
 from tests.command import problems
-from tests.core.save import _places
+from tests.core.save._places import FOLDERS, INDEX, NEW, NEXT, OLD, SHARDED, SINGLE, Disk, World
 
-OLD, NEW, NEXT = 1, 2, 3
-SHAPES = {"a/w": (40, 5), "a/b": (7,), "c": (33, 3), "d": ()}
-SHARDED = {"max_shard_size": 500}
 OTHERS = {"config.json": "{}", "notes/today.txt": "read me", "model-00009-of-00099.bin": "x"}
-
-
-@dataclasses.dataclass(frozen=True)
-class World:
-    """A checkpoint that is there, or none, and one that is to replace it."""
-
-    path: str
-    old: dict[str, Any] | None
-    new: dict[str, Any]
-    loose: bool = False  # the old shards have lost their index
-    others: bool = True  # files that are not of the checkpoint lie in the folder
-    exchanges: bool = True  # the file system can exchange folders
-
-    def __hash__(self) -> int:
-        return hash(repr(self))
-
-    def create(self, root: Path) -> None:
-        """Makes the world in an empty folder."""
-        root.mkdir(parents=True)
-        if self.old is not None:
-            self.save(root, OLD, self.old)
-            if self.loose:
-                (root / self.path / "model.safetensors.index.json").unlink()
-        if self.others:
-            folder = root / self.path if self.path == "saved" else root
-            for name, text in OTHERS.items():
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                (folder / name).write_text(text)
-
-    def save(self, root: Path, fill: int, options: dict[str, Any] | None = None) -> None:
-        lm.save(arrays(fill), root / self.path, overwrite=True, **(self.new if options is None else options))
-
-    @property
-    def replaced(self) -> int | None:
-        """Which checkpoint is there before."""
-        return None if self.old is None else OLD
-
-
 ORBAX = {"format": "orbax"}
-_ORBAX_WORLD = World("saved", ORBAX, ORBAX, others=False)
+_ORBAX = World(ORBAX, ORBAX)
 _HDF5_SHARDS = {"max_shard_size": 1000}
-WORLDS = {
-    "file": World("x.safetensors", None, {}),
-    "file over file": World("x.safetensors", {}, {}),
-    "single": World("saved", None, {}),
-    "sharded": World("saved", None, SHARDED),
-    "sharded into nothing": World("deep/saved", None, SHARDED, others=False),
-    "single over single": World("saved", {}, {}),
-    "sharded over single": World("saved", {}, SHARDED),
-    "single over sharded": World("saved", SHARDED, {}),
-    "sharded over sharded": World("saved", SHARDED, SHARDED),
-    "sharded over more shards": World("saved", {"max_shard_size": 50}, SHARDED),
-    "single over loose": World("saved", SHARDED, {}, loose=True),
-    "sharded over loose": World("saved", SHARDED, SHARDED, loose=True),
-    "hdf5 over hdf5": World("x.weights.h5", {}, {}),
-    "hdf5 shards over hdf5 shards": World("x.weights.json", _HDF5_SHARDS, _HDF5_SHARDS),
-    "orbax": dataclasses.replace(_ORBAX_WORLD, old=None),
-    "orbax over orbax": _ORBAX_WORLD,
-    "orbax over orbax without exchange": dataclasses.replace(_ORBAX_WORLD, exchanges=False),
+WORLDS = FOLDERS | {
+    "file": World(None, {}, path="x.safetensors"),
+    "file over file": World({}, {}, path="x.safetensors"),
+    "sharded into nothing": World(None, SHARDED, path="deep/saved"),
+    "sharded over more shards": World({"max_shard_size": 50}, SHARDED),
+    "hdf5 over hdf5": World({}, {}, path="x.weights.h5"),
+    "hdf5 shards over hdf5 shards": World(_HDF5_SHARDS, _HDF5_SHARDS, path="x.weights.json"),
+    "orbax": dataclasses.replace(_ORBAX, old=None),
+    "orbax over orbax": _ORBAX,
+    "orbax over orbax without exchange": dataclasses.replace(_ORBAX, exchanges=False),
 }
 
 
-def arrays(fill: int) -> dict[str, np.ndarray]:
-    """A checkpoint of which every element says which one it is."""
-    made = {name: np.full(shape, fill, "float32") for name, shape in SHAPES.items()}
-    return made | {f"only {fill}": np.full(3, fill, "float32"), "nothing": np.empty((0, fill), "float32")}
+def create(world: World, root: Path) -> None:
+    """Makes a world in an empty folder, and other files next to the checkpoint, or in its folder."""
+    world.make(Disk(root))
+    folder = root / world.path if world.path == "saved" and "format" not in world.new else root
+    for name, text in OTHERS.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
 
 
-def found(path: Path) -> int | None:
-    """Which checkpoint is there, complete; None where there is none."""
-    return _places.found(path, arrays)
-
-
-def found_by_others(folder: Path) -> int | None:
-    """The same for programs that ask for `model.safetensors` before the index."""
-    first = folder / "model.safetensors"
-    return found(first if first.exists() else folder / "model.safetensors.index.json")
+def save(world: World, root: Path, fill: int) -> None:
+    Disk(root).save(fill, world.path, **world.new)
 
 
 def everything(root: Path) -> dict[str, Any]:
@@ -133,21 +74,23 @@ def check(world: World, root: Path, before: dict[str, Any], allowed: set[int | N
     Raises:
         AssertionError: It is not one of what is allowed, something else was touched, or the next save left something.
     """
-    state = found(root / world.path)
+    place, old = Disk(root), None if world.old is None else OLD
+    state = place.found(world.path)
     assert state in allowed, f"{state} is there, allowed were {allowed}"
     assert state is None or not problems(root / world.path)
     if world.path == "saved" and "format" not in world.new and not world.loose:
-        others = found_by_others(root / world.path)
-        assert others in {world.replaced, NEW}, f"other programs find {others}"
+        # Other programs ask for `model.safetensors` before the index.
+        first = next((f"saved/{name}" for name in (SINGLE, INDEX) if (root / "saved" / name).exists()), "absent")
+        assert place.found(first) in {old, NEW}, f"other programs find {place.found(first)}"
     now = everything(root)
     ours = [name for name in before if name.partition("/")[2] in OTHERS or name in OTHERS]
     assert {name: now.get(name) for name in ours} == {name: before[name] for name in ours}
     if state is not None and list(root.rglob("*lazymodel-saving")):  # a saver that is refused tidies up, and no more
         with pytest.raises(lm.LazyModelError, match="already"):
-            lm.save(arrays(NEXT), root / world.path, **world.new)
-        assert found(root / world.path) == state
-    world.save(root, NEXT)
-    assert found(root / world.path) == NEXT
+            place.save(NEXT, world.path, overwrite=False, **world.new)
+        assert place.found(world.path) == state
+    save(world, root, NEXT)
+    assert place.found(world.path) == NEXT
     assert sorted(everything(root)) == names_without_accident(world, root.parent), "leftovers"
     return state
 
@@ -155,9 +98,9 @@ def check(world: World, root: Path, before: dict[str, Any], allowed: set[int | N
 @functools.cache
 def names_without_accident(world: World, folder: Path) -> list[str]:
     """What there is after a save where none was before; found out once for all accidents in a world."""
-    fresh, world = folder / "fresh", dataclasses.replace(world, old=None)
-    world.create(fresh)
-    world.save(fresh, NEXT)
+    fresh, world = folder / "fresh", dataclasses.replace(world, old=None, loose=False)
+    create(world, fresh)
+    save(world, fresh, NEXT)
     names = sorted(everything(fresh))
     shutil.rmtree(fresh)
     return names
@@ -351,110 +294,11 @@ def at_each_operation(
             return
 
 
-# Real ones ------------------------------------------------------------------------------------------------------------
-
-
-def begin(work: Callable[[], Any]) -> tuple[int, int]:
-    """Runs a function in a child: its process, and where what it says can be read."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(reader)
-        status = 1
-        try:
-            os.write(writer, json.dumps(work()).encode())
-            status = 0
-        except BaseException:
-            os.write(writer, traceback.format_exc()[-8000:].encode())
-        finally:
-            os._exit(status)
-    os.close(writer)
-    return child, reader
-
-
-def end(child: int, reader: int) -> tuple[int, str]:
-    """A child's exit status, or minus the signal that ended it, and what it said."""
-    with open(reader, "rb") as stream:
-        said = stream.read().decode()
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said
-
-
-def forked(work: Callable[[], Any]) -> tuple[int, str]:
-    """Runs a function in a child and waits for it."""
-    return end(*begin(work))
-
-
-def require(work: Callable[[], Any]) -> Any:
-    """What a function says in a child, which has to end well."""
-    status, said = forked(work)
-    assert status == 0, said
-    return json.loads(said)
-
-
-def kills(folder: Path, step: str, name: str) -> dict[str, int]:
-    """Kills a save into a world at every `step`-th operation; how often which checkpoint was there."""
-    world, template = WORLDS[name], folder / name
-    require(lambda: world.create(template))
-    counts: collections.Counter[str] = collections.Counter()
-    for at in itertools.count(1, int(step)):
-        root = folder / f"{name} {at}"
-        shutil.copytree(template, root)
-        before, save = everything(root), functools.partial(world.save, root, NEW)
-        status, said = forked(lambda save=save, at=at: run(save, at, kill_really, exchanges=world.exchanges)[0])
-        if status == 0:
-            assert at > 1 and not json.loads(said), said
-            return counts
-        assert status == -signal.SIGKILL, said
-        state = require(lambda root=root, before=before: check(world, root, before, {world.replaced, NEW}))
-        counts[str(state)] += 1
-        shutil.rmtree(root)
-    raise AssertionError
-
-
-def race(folder: Path, times: str, *names: str) -> dict[str, int]:
-    """Lets two savers begin at the same moment, many times; how often each one's was there, or one was refused."""
-    counts: collections.Counter[str] = collections.Counter()
-    for attempt in range(int(times)):
-        root = folder / str(attempt)
-        require(lambda root=root: WORLDS[names[0]].create(root))
-        ready, go = os.pipe()
-
-        def saver(fill: int, name: str, root: Path = root, ready: int = ready, go: int = go) -> str:
-            lm.save(arrays(fill), root / "warm" / f"{fill}.safetensors")  # JAX looks for its devices only once
-            os.close(go)
-            os.read(ready, 1)  # returns when the last that could write is closed
-            try:
-                WORLDS[name].save(root, fill)
-            except lm.LazyModelError as error:
-                return "refused" if "is being saved to by another saver" in str(error) else str(error)
-            return "saved"
-
-        both = [begin(lambda fill=fill, name=name: saver(fill, name)) for fill, name in zip((2, 3), names, strict=True)]
-        os.close(go)
-        os.close(ready)
-        ended = [end(*one) for one in both]
-        assert all(status == 0 for status, _ in ended), ended
-        outcomes = [json.loads(said) for _, said in ended]
-        assert "saved" in outcomes and set(outcomes) <= {"saved", "refused"}, outcomes
-        shutil.rmtree(root / "warm")
-        allowed = {fill for fill, outcome in zip((2, 3), outcomes, strict=True) if outcome == "saved"}
-
-        def look(root: Path = root, allowed: set[int] = allowed) -> None:
-            assert found(root / WORLDS[names[0]].path) in allowed
-            assert not any("saving" in name for name in everything(root)), everything(root)
-            folder = root / "saved"
-            if (folder / "model.safetensors.index.json").exists():
-                assert not (folder / "model.safetensors").exists()
-
-        require(look)
-        counts["refused" if "refused" in outcomes else "both"] += 1
-        shutil.rmtree(root)
-    return counts
-
-
 def main() -> None:
-    warnings.filterwarnings("ignore", message=".*fork")
-    print(json.dumps({"kill": kills, "race": race}[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])))
+    """Saves into a folder, and is killed with SIGKILL at an operation of that number."""
+    root, name, at = sys.argv[1:]
+    world = WORLDS[name]
+    run(lambda: save(world, Path(root), NEW), int(at), kill_really, exchanges=world.exchanges)
 
 
 if __name__ == "__main__":

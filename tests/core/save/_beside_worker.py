@@ -1,7 +1,7 @@
 """Processes that save to one place or open it, over and over, at the same time.
 
 `python _beside_worker.py ROLE PLACE SECONDS FOLDER NAME`: what came of it is written to `FOLDER/NAME.json`, for each
-outcome how often. Roles: `steps-N` saves steps N, N + 2, …, `folder` one checkpoint, `opener` opens the place.
+outcome how often. Roles: `steps-N` saves steps N, N + 2, …, `folder` and `orbax` one checkpoint, `opener` opens it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ def main() -> None:
         if "run" in place:
             assert lm.training_state(place) is not None
 
-    roles: dict[str, Callable[[int], None]] = {"folder": save, "opener": open_it}
+    def save_orbax(turn: int) -> None:
+        lm.save(VALUES, place, format="orbax", overwrite=True)
+
+    roles: dict[str, Callable[[int], None]] = {"folder": save, "orbax": save_orbax, "opener": open_it}
     act = roles.get(role, save_step)
     (Path(folder) / f"{name}.ready").touch()
     while len(list(Path(folder).glob("*.ready"))) < len(list(Path(folder).glob("log-*.txt"))):

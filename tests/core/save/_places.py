@@ -1,7 +1,10 @@
-"""Places that are saved to, a disk and buckets, by the same words; and a checkpoint that says which one it is."""
+"""Places that are saved to, a disk and buckets, by the same words; what is there before; and a checkpoint that says
+which one it is.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -13,22 +16,22 @@ import numpy as np
 import lazymodel as lm
 from tests.servers.object_server import ObjectServer
 
-INDEX = "model.safetensors.index.json"
-SHARDED = {"max_shard_size": 6 << 10}
+OLD, NEW, NEXT = 1, 2, 3  # checkpoints, by their values
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARDED: dict[str, Any] = {"max_shard_size": 6 << 10}
 QUICK = {"backoff": {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=5), "base": 2}}
 
 
 def values(fill: int) -> dict[str, np.ndarray]:
     """A checkpoint of 14 KiB of which every element says which one it is; one file, or three shards of 6 KiB."""
     return {name: np.full((32, 32), fill, "float32") for name in ("a/w", "b", "c")} | {
+        "d": np.array(fill, "float32"),
         f"only {fill}": np.full(3, fill, "float32"),
-        "nothing": np.zeros((0, 4), "float32"),
+        "nothing": np.zeros((0, fill), "float32"),
     }
 
 
-def found(
-    path: str | Path, values: Callable[[int], dict[str, np.ndarray]], options: dict[str, Any] | None = None
-) -> int | None:
+def found(path: str | Path, options: dict[str, Any] | None = None) -> int | None:
     """Which of such checkpoints is there, complete; None where there is none."""
     try:
         ckpt = lm.open_checkpoint(path, options)
@@ -69,12 +72,47 @@ class Disk:
         return {str(path.relative_to(self.folder)): path.read_bytes() for path in files}
 
     def found(self, path: str = "saved") -> int | None:
-        return found(self.url(path), values, self.options)
+        return found(self.url(path), self.options)
 
     def empty(self) -> None:
-        self.folder.mkdir(exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         for path in sorted(self.folder.rglob("*"), reverse=True):
             path.unlink() if path.is_file() else path.rmdir()
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """A checkpoint that is there, or none, and how one is saved that is to replace it."""
+
+    old: dict[str, Any] | None
+    new: dict[str, Any]
+    loose: bool = False  # the old shards are named as those of Hugging Face's tools, and have lost their index
+    path: str = "saved"
+    exchanges: bool = True  # the file system can exchange folders
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    def make(self, place: Disk) -> None:
+        """Makes what is there before, and nothing else, in a place."""
+        place.empty()
+        if self.loose:
+            lm.save(values(OLD), place.folder / self.path, **SHARDED)
+            (place.folder / self.path / INDEX).unlink()
+        elif self.old is not None:
+            place.save(OLD, self.path, **self.old)
+
+
+FOLDERS = {
+    "single": World(None, {}),
+    "sharded": World(None, SHARDED),
+    "single over single": World({}, {}),
+    "sharded over single": World({}, SHARDED),
+    "single over sharded": World(SHARDED, {}),
+    "sharded over sharded": World(SHARDED, SHARDED),
+    "single over loose": World(SHARDED, {}, loose=True),
+    "sharded over loose": World(SHARDED, SHARDED, loose=True),
+}
 
 
 class Bucket(Disk):

@@ -1,8 +1,7 @@
-"""Saves that are killed, interrupted, out of disk, or two at a time: there is the old checkpoint or the new one."""
+"""Saves that are killed, interrupted, out of disk, or refused: there is the old checkpoint or the new one."""
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import errno
 import fcntl
@@ -25,76 +24,73 @@ import pytest
 import lazymodel as lm
 from tests.command import problems
 from tests.core.save import _accidents
-from tests.core.save._accidents import NEW, NEXT, OLD, ORBAX, WORLDS, Killed, arrays, everything, found
-from tests.processes import run_workers
+from tests.core.save._accidents import ORBAX, WORLDS, Killed, everything
+from tests.core.save._places import NEW, NEXT, OLD, SHARDED, found, values
+from tests.processes import printed, run_workers
 
-RAISING = [_accidents.interrupt, _accidents.fail, _accidents.fill_disk]
+# What is killed, raised, refused by a full disk or by a broken one; and each way in which files are put in place.
+KILL, INTERRUPT, FAIL, FILL_DISK = _accidents.kill, _accidents.interrupt, _accidents.fail, _accidents.fill_disk
+SOME = [
+    *((KILL, name) for name in ("file over file", "sharded over single", "single over sharded")),
+    *((KILL, name) for name in ("sharded over sharded", "sharded over loose", "orbax over orbax without exchange")),
+    *((accident, "sharded over sharded") for accident in (INTERRUPT, FAIL, FILL_DISK)),
+    (INTERRUPT, "sharded into nothing"),
+    (FAIL, "hdf5 shards over hdf5 shards"),
+    (FILL_DISK, "orbax over orbax"),
+]
 
 
-Counts = collections.Counter[tuple[int | None, str]]
+def accidents(folder: Path, name: str, accident: Any, some: Any = None) -> int:
+    """Saves with an accident at every operation, or at some; the number of accidents.
 
-
-def accidents(folder: Path, name: str, accident: Any, some: Any = None) -> Counts:
-    """Saves with an accident at every operation, or at some; how often what was there, and what was raised."""
-    world, template, counts = WORLDS[name], folder / "template", Counts()
-    world.create(template)
-    either = {world.replaced, NEW}
-    allowed = {Killed: either, KeyboardInterrupt: either, lm.LazyModelError: {world.replaced}}
+    An error leaves the old checkpoint; where the new one counts already there is none.
+    """
+    world, template, seen, count = WORLDS[name], folder / "template", set[int | None](), 0
+    _accidents.create(world, template)
+    old = None if world.old is None else OLD
+    allowed = {Killed: {old, NEW}, KeyboardInterrupt: {old, NEW}, lm.LazyModelError: {old}}
+    raised_by = {KILL: {Killed}, INTERRUPT: {KeyboardInterrupt}}.get(accident, {lm.LazyModelError, type(None)})
 
     def save(root: Path) -> None:
-        world.save(root, NEW)
+        _accidents.save(world, root, NEW)
 
     at = some(_accidents.kinds(template, save, exchanges=world.exchanges)) if some else ()
     for root, happened, raised, before in _accidents.at_each_operation(
         template, save, accident, at=at, exchanges=world.exchanges
     ):
         if happened:
-            state = _accidents.check(world, root, before, allowed.get(type(raised), {NEW}))
-            counts[state, type(raised).__name__] += 1
-            assert accident is not _accidents.interrupt or not list(root.rglob("*lazymodel-saving*"))
+            assert type(raised) in raised_by
+            seen.add(_accidents.check(world, root, before, allowed.get(type(raised), {NEW})))
+            assert accident is not INTERRUPT or not list(root.rglob("*lazymodel-saving*"))
+            count += 1
         else:
             assert raised is None and found(root / world.path) == NEW
-    return counts
+    assert accident is not KILL or seen == {old, NEW}
+    return count
 
 
 # Accidents ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in WORLDS if "shards over hdf5" not in name]
-)  # it is among the large ones
-def test_a_kill_at_an_operation(folder: Path, name: str) -> None:
-    """But for some of those that write what is staged, one like the other."""
-    counts = accidents(folder, name, _accidents.kill, _accidents.turns)
-    assert sum(counts.values()) >= 12
-    assert {state for state, _ in counts} == {WORLDS[name].replaced, NEW}
-
-
-def check_raised(counts: Counts, accident: Any, least: int) -> None:
-    """An error leaves the old checkpoint, as `accidents` asserts; where the new one counts already there is none."""
-    assert sum(counts.values()) >= least
-    expected = {"KeyboardInterrupt"} if accident is _accidents.interrupt else {"LazyModelError", "NoneType"}
-    assert {kind for _, kind in counts} <= expected
-
-
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize("accident", RAISING)
-@pytest.mark.parametrize("name", WORLDS)
-def test_what_is_raised_at_some_operations(folder: Path, name: str, accident: Any) -> None:
-    first = random.Random(name + accident.__name__).randrange(1, 6)
+@pytest.mark.parametrize(("accident", "name"), SOME)
+def test_an_accident_at_some_operations(folder: Path, name: str, accident: Any) -> None:
+    """A kill at those that give names, and at the first and last of each kind; others at every fifth."""
+    first = random.Random(name + accident.__name__).randrange(5)
 
-    def some(kinds: list[str]) -> list[int]:
-        return [at for at, kind in enumerate(kinds, 1) if at % 5 == first % 5 or kind in ("rename", "exchange")]
+    def fifth(kinds: list[str]) -> list[int]:
+        return [at for at, kind in enumerate(kinds, 1) if at % 5 == first or kind in ("rename", "exchange")]
 
-    check_raised(accidents(folder, name, accident, some), accident, 3)
+    least = {KILL: 12}.get(accident, 3)
+    assert accidents(folder, name, accident, _accidents.turns if accident is KILL else fifth) >= least
 
 
 @pytest.mark.large
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize("accident", RAISING)
+@pytest.mark.parametrize("accident", [KILL, INTERRUPT, FAIL, FILL_DISK])
 @pytest.mark.parametrize("name", WORLDS)
-def test_what_is_raised_at_any_operation(folder: Path, name: str, accident: Any) -> None:
-    check_raised(accidents(folder, name, accident), accident, 15)
+def test_an_accident_at_any_operation(folder: Path, name: str, accident: Any) -> None:
+    assert accidents(folder, name, accident) >= 15
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -136,46 +132,37 @@ def test_an_interrupt_while_a_thread_starts(folder: Path, monkeypatch: pytest.Mo
 # Real ones ------------------------------------------------------------------------------------------------------------
 
 
-def real(folder: Path, *works: tuple[object, ...], patience: float = 120) -> list[collections.Counter[str]]:
-    """Runs `_accidents.py` in a process for each work; what they say."""
-    given = [(work, folder / str(number), *rest) for number, (work, *rest) in enumerate(works)]
-    for _, own, *_ in given:
-        own.mkdir()
-    codes = run_workers(Path(_accidents.__file__), given, folder, patience=patience)
-    logs = [(folder / f"log-{number}.txt").read_text() for number in range(len(works))]
-    assert codes == [0] * len(works), logs
-    return [collections.Counter(json.loads(log.splitlines()[-1])) for log in logs]
+def kill_really(folder: Path, name: str, step: int) -> int:
+    """Kills a process that saves, at every `step`-th operation, with SIGKILL; returns how often."""
+    world, template, killed = WORLDS[name], folder / name, 0
+    _accidents.create(world, template)
+    for first in itertools.count(1, 8 * step):
+        roots = {at: folder / f"{name} {at}" for at in range(first, first + 8 * step, step)}
+        for root in roots.values():
+            shutil.copytree(template, root)
+        before = {at: everything(root) for at, root in roots.items()}
+        arguments = [(root, name, at) for at, root in roots.items()]
+        codes = run_workers(Path(_accidents.__file__), arguments, folder, patience=250)
+        for (at, root), code in zip(roots.items(), codes, strict=True):
+            assert code in (0, -signal.SIGKILL), printed(folder, len(roots))
+            allowed = {NEW} if code == 0 else {None if world.old is None else OLD, NEW}
+            _accidents.check(world, root, before[at], allowed)
+            shutil.rmtree(root)
+        killed += sum(code != 0 for code in codes)
+        if 0 in codes:
+            return killed
+    raise AssertionError
 
 
-RACES = [
-    ["sharded over sharded", "sharded over more shards"],
-    ["single over sharded", "sharded over single"],
-    ["file over file", "file over file"],
-]
-
-
-def test_real_kills_and_two_savers(folder: Path) -> None:
-    kills = [("kill", 20, "sharded over sharded"), ("kill", 30, "orbax over orbax")]
-    *killed, one, two, three = real(folder, *kills, *(("race", 4, *names) for names in RACES))
-    for counts in killed:
-        assert set(counts) <= {str(OLD), str(NEW)} and counts.total() >= 3
-    assert one.total() == two.total() == three.total() == 4
+@pytest.mark.parametrize(("name", "step"), [("sharded over sharded", 20), ("orbax over orbax", 30)])
+def test_a_real_kill(folder: Path, name: str, step: int) -> None:
+    assert kill_really(folder, name, step) >= 3
 
 
 @pytest.mark.large
 @pytest.mark.parametrize("name", WORLDS)
 def test_a_real_kill_at_any_operation(folder: Path, name: str) -> None:
-    (counts,) = real(folder, ("kill", 1, name), patience=280)
-    print(f"{name}: killed at {counts.total()} operations: {counts}")
-    assert counts.total() >= 15
-
-
-@pytest.mark.large
-@pytest.mark.parametrize("names", [*RACES, ["orbax over orbax", "orbax over orbax"]], ids=" and ".join)
-def test_two_savers_two_hundred_times(folder: Path, names: list[str]) -> None:
-    (counts,) = real(folder, ("race", 200, *names), patience=280)
-    print(names, dict(counts))
-    assert counts.total() == 200 and counts["refused"] > 0
+    assert kill_really(folder, name, 1) >= 15
 
 
 @pytest.fixture
@@ -251,7 +238,7 @@ def test_a_second_saver_is_refused(tmp_path: Path, first: Any, second: Any) -> N
     path, other = tmp_path / first[0], tmp_path / second[0]
     for old in (False, True) if first == second else (False,):
         if old:
-            lm.save(arrays(OLD), path, overwrite=True, **first[1])
+            lm.save(values(OLD), path, overwrite=True, **first[1])
         tried: list[bool] = []
 
         def meanwhile(done: int, total: int, old: bool = old, tried: list[bool] = tried) -> None:
@@ -259,15 +246,15 @@ def test_a_second_saver_is_refused(tmp_path: Path, first: Any, second: Any) -> N
                 tried.append(True)
                 before = [*everything(tmp_path)]
                 with pytest.raises(lm.LazyModelError, match=rf"{other} .*another saver.*Wait until"):
-                    lm.save(arrays(NEXT), other, overwrite=True, **second[1])
+                    lm.save(values(NEXT), other, overwrite=True, **second[1])
                 assert [*everything(tmp_path)] == before
                 assert not old or found(path) == OLD
 
-        lm.save(arrays(NEW), path, overwrite=old, progress=meanwhile, **first[1])
+        lm.save(values(NEW), path, overwrite=old, progress=meanwhile, **first[1])
         assert tried and found(path) == NEW
         assert not any("saving" in name for name in everything(tmp_path))
     if first == second:
-        lm.save(arrays(NEXT), other, overwrite=True, **second[1])
+        lm.save(values(NEXT), other, overwrite=True, **second[1])
         assert found(other) == NEXT
 
 
@@ -280,8 +267,8 @@ def test_a_child_does_not_keep_the_lock(tmp_path: Path) -> None:
             if done == total:
                 stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, close_fds=False))
 
-        lm.save(arrays(OLD), tmp_path / "x.safetensors", progress=start)
-        lm.save(arrays(NEW), tmp_path / "x.safetensors", overwrite=True)
+        lm.save(values(OLD), tmp_path / "x.safetensors", progress=start)
+        lm.save(values(NEW), tmp_path / "x.safetensors", overwrite=True)
     assert found(tmp_path / "x.safetensors") == NEW
 
 
@@ -300,12 +287,12 @@ def test_a_lock_that_cannot_be_had_leaves_no_folder(tmp_path: Path, monkeypatch:
 def test_what_another_program_wrote_meanwhile_stays(folder: Path) -> None:
     """A killed saver's journal names files; one that somebody replaced since is not the one that it names."""
     world = WORLDS["sharded over more shards"]
-    world.create(folder / "x")
+    _accidents.create(world, folder / "x")
     root = folder / "x" / "saved"
     journal = root / ".lazymodel-saving" / "files.json"
     moved: list[str] = []
     for at in itertools.count(1):
-        _accidents.run(lambda: world.save(folder / "x", NEW), at, _accidents.kill)
+        _accidents.run(lambda: _accidents.save(world, folder / "x", NEW), at, KILL)
         if journal.exists() and (moved := [n for n in json.loads(journal.read_text())["new"] if (root / n).exists()]):
             break
     name = moved[0]
@@ -313,7 +300,7 @@ def test_what_another_program_wrote_meanwhile_stays(folder: Path) -> None:
     os.replace(root / "copy", root / name)
     before = (root / name).stat().st_ino
     with pytest.raises(lm.LazyModelError, match="already"):
-        lm.save(arrays(NEXT), root)  # removes what the killed one left
+        lm.save(values(NEXT), root)  # removes what the killed one left
     assert not journal.parent.exists()
     assert (root / name).stat().st_ino == before
 
@@ -322,21 +309,21 @@ def test_what_another_program_wrote_meanwhile_stays(folder: Path) -> None:
 
 
 def test_orbax_and_steps_are_not_hidden(tmp_path: Path) -> None:
-    lm.save(arrays(OLD), tmp_path / "orbax", format="orbax")
-    lm.save(arrays(OLD), tmp_path / "steps" / "12", format="orbax")
+    lm.save(values(OLD), tmp_path / "orbax", format="orbax")
+    lm.save(values(OLD), tmp_path / "steps" / "12", format="orbax")
     before = everything(tmp_path)
     for folder in sorted(tmp_path.iterdir()):
         for overwrite in (False, True):
             with pytest.raises(lm.LazyModelError, match=f"already in {folder}, .*another format"):
-                lm.save(arrays(NEW), folder, overwrite=overwrite)
+                lm.save(values(NEW), folder, overwrite=overwrite)
     assert everything(tmp_path) == before
 
 
 def test_orbax_replaces_nothing_but_orbax(tmp_path: Path) -> None:
     for name in ("with notes", "steps/12", "steps/13"):
-        lm.save(arrays(OLD), tmp_path / name, format="orbax")
+        lm.save(values(OLD), tmp_path / name, format="orbax")
     (tmp_path / "with notes" / "notes.txt").write_text("mine")
-    lm.save(arrays(OLD), tmp_path / "single")
+    lm.save(values(OLD), tmp_path / "single")
     (tmp_path / "file").write_text("mine")
     before = everything(tmp_path)
     for name, what in (
@@ -344,14 +331,14 @@ def test_orbax_replaces_nothing_but_orbax(tmp_path: Path) -> None:
     ):  # fmt: skip
         for overwrite in (False, True):
             with pytest.raises(lm.LazyModelError, match=what):
-                lm.save(arrays(NEW), tmp_path / name, format="orbax", overwrite=overwrite)
+                lm.save(values(NEW), tmp_path / name, format="orbax", overwrite=overwrite)
     assert everything(tmp_path) == before
 
 
 def test_names_that_are_taken(tmp_path: Path) -> None:
     """Shards have the usual names wherever these are free, also after the same model was saved before."""
     for fill in (OLD, NEW, NEXT):
-        lm.save(arrays(fill), tmp_path, overwrite=True, max_shard_size=500)
+        lm.save(values(fill), tmp_path, overwrite=True, **SHARDED)
         names = sorted(os.listdir(tmp_path))
         count = len(names) - 1
         assert names == [
@@ -362,25 +349,25 @@ def test_names_that_are_taken(tmp_path: Path) -> None:
 
 
 def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lm.save(arrays(OLD), tmp_path, max_shard_size=500)
+    lm.save(values(OLD), tmp_path, **SHARDED)
 
     def link(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", link)
-    lm.save(arrays(NEW), tmp_path, overwrite=True, max_shard_size=500)
+    lm.save(values(NEW), tmp_path, overwrite=True, **SHARDED)
     assert found(tmp_path) == NEW
     assert all(path.name.startswith("model-v2-") for path in tmp_path.glob("model-*"))
-    lm.save(arrays(NEXT), tmp_path, overwrite=True, max_shard_size=500)
+    lm.save(values(NEXT), tmp_path, overwrite=True, **SHARDED)
     assert found(tmp_path) == NEXT
     assert not any(path.name.startswith("model-v") for path in tmp_path.glob("model-*"))
 
 
 def test_links_to_folders(tmp_path: Path) -> None:
     for name, options in (("a", {}), ("b", ORBAX)):
-        lm.save(arrays(OLD), tmp_path / name, **options)
+        lm.save(values(OLD), tmp_path / name, **options)
         (tmp_path / f"link-{name}").symlink_to(name)
-        lm.save(arrays(NEW), tmp_path / f"link-{name}", overwrite=True, **options)
+        lm.save(values(NEW), tmp_path / f"link-{name}", overwrite=True, **options)
         assert found(tmp_path / name) == NEW and (tmp_path / f"link-{name}").is_symlink()
     assert sorted(os.listdir(tmp_path)) == ["a", "b", "link-a", "link-b"]
 
@@ -389,10 +376,10 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     def mkdir(path: Any, *_: object) -> None:
         raise PermissionError(13, "Permission denied", os.fspath(path))
 
-    lm.save(arrays(OLD), tmp_path)
+    lm.save(values(OLD), tmp_path)
     monkeypatch.setattr(os, "mkdir", mkdir)
     with pytest.raises(lm.LazyModelError, match=f"cannot write {tmp_path} .*Permission denied. What was there before"):
-        lm.save(arrays(NEW), tmp_path, overwrite=True)
+        lm.save(values(NEW), tmp_path, overwrite=True)
     assert found(tmp_path) == OLD
 
 
@@ -411,7 +398,7 @@ def test_a_current_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.fixture
 def shards(tmp_path: Path) -> dict[int, list[Path]]:
     for fill in (OLD, NEW):
-        lm.save(arrays(1) | {"a/w": arrays(fill)["a/w"]}, tmp_path / str(fill), max_shard_size=500)
+        lm.save(values(1) | {"a/w": values(fill)["a/w"]}, tmp_path / str(fill), **SHARDED)
     return {fill: sorted((tmp_path / str(fill)).glob("model-*")) for fill in (OLD, NEW)}
 
 
@@ -445,9 +432,9 @@ def test_numbered_shards_of_two_checkpoints(tmp_path: Path) -> None:
 
 
 def test_a_copied_note_of_a_save_is_not_believed(tmp_path: Path) -> None:
-    lm.save(arrays(OLD), tmp_path / "a", max_shard_size=500)
+    lm.save(values(OLD), tmp_path / "a", **SHARDED)
     with lm.open_checkpoint(tmp_path / "a") as ckpt:
-        lm.save(ckpt, tmp_path / "b", metadata=ckpt.metadata, max_shard_size=500)
+        lm.save(ckpt, tmp_path / "b", metadata=ckpt.metadata, **SHARDED)
         lm.save(ckpt, tmp_path / "c", metadata=ckpt.metadata)
     name = sorted((tmp_path / "a").glob("model-*"))[0].name
     shutil.copy(tmp_path / "a" / name, tmp_path / "b")

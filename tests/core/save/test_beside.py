@@ -19,26 +19,31 @@ from tests.processes import printed, run_workers
 
 WORKER = Path(__file__).with_name("_beside_worker.py")
 ROLES = {
-    "a saver of steps": ("run", ["steps-1", "opener"]),
     "two savers of steps": ("run", ["steps-1", "steps-2", "opener"]),
     "two savers of the same steps": ("run", ["steps-1", "steps-1", "opener"]),
     "two savers of a folder": ("folder", ["folder", "folder", "opener"]),
+    "two savers of a file": ("x.safetensors", ["folder", "folder", "opener"]),
+    "two savers for Orbax": ("orbax", ["orbax", "orbax", "opener"]),
 }
+# Briefly in the default suite: where files of a folder come and go, and where folders do.
+CASES = [
+    *((case, 1.5) for case in ("two savers of steps", "two savers of a folder")),
+    *(pytest.param(case, 30, marks=pytest.mark.large) for case in ROLES),
+]
 ANOTHER = re.compile(
     "LazyModelError: (.* is being saved to by another saver, which holds .*|there is a checkpoint already: .*)"
 )
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("seconds", [1.5, pytest.param(30, marks=pytest.mark.large)])
-@pytest.mark.parametrize("case", ROLES)
+@pytest.mark.parametrize(("case", "seconds"), CASES)
 def test_no_opener_fails_beside_savers(tmp_path: Path, case: str, seconds: float) -> None:
     name, roles = ROLES[case]
     place = tmp_path / name
     if name == "run":
         lm.save_step(VALUES, place, 0)
     else:
-        lm.save(VALUES, place)
+        lm.save(VALUES, place, format="orbax" if name == "orbax" else None)
     arguments = [(role, place, seconds, tmp_path, f"{number}-{role}") for number, role in enumerate(roles)]
     codes = run_workers(WORKER, arguments, tmp_path, patience=seconds + 25)
     assert codes == [0] * len(roles), printed(tmp_path, len(roles))
@@ -47,6 +52,7 @@ def test_no_opener_fails_beside_savers(tmp_path: Path, case: str, seconds: float
         assert outcomes.pop("ok", 0) > 0, outcomes
         wrong = [outcome for outcome in outcomes if path.stem.endswith("opener") or not ANOTHER.fullmatch(outcome)]
         assert not wrong, (path.stem, wrong)
+    assert not list(tmp_path.rglob("*lazymodel-saving")), "leftovers"
     with lm.open_checkpoint(place) as checkpoint:
         assert {name: tensor.read().tolist() for name, tensor in checkpoint.items()} == {
             name: value.tolist() for name, value in VALUES.items()

@@ -7,42 +7,17 @@ import shutil
 import signal
 import threading
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 import lazymodel as lm
-from tests.core.save._places import INDEX, SHARDED, Bucket, Disk, once, values
+from tests.core.save._places import FOLDERS, INDEX, SHARDED, Bucket, Disk, once
 from tests.processes import free_address, printed, run_workers
 from tests.servers.object_server import ObjectServer
 from tests.small import make_small
 
 WORKER = Path(__file__).with_name("_save_worker.py")
-
-# What was there, how it is saved over, and whether the old index is lost.
-WORLDS: dict[str, tuple[dict[str, Any] | None, dict[str, Any], bool]] = {
-    "single": (None, {}, False),
-    "sharded": (None, SHARDED, False),
-    "single over single": ({}, {}, False),
-    "sharded over single": ({}, SHARDED, False),
-    "single over sharded": (SHARDED, {}, False),
-    "sharded over sharded": (SHARDED, SHARDED, False),
-    "single over loose": (SHARDED, {}, True),
-    "sharded over loose": (SHARDED, SHARDED, True),
-}
-
-
-def made(place: Disk, world: str) -> dict[str, Any]:
-    """Makes what is there in a world before, and says how the new checkpoint is saved."""
-    old, new, loose = WORLDS[world]
-    place.empty()
-    if loose:  # named as those of Hugging Face's tools, and without their index
-        lm.save(values(1), place.folder / "saved", **SHARDED)
-        (place.folder / "saved" / INDEX).unlink()
-    elif old is not None:
-        place.save(1, **old)
-    return new
 
 
 @pytest.fixture(params=["disk", "gs"])
@@ -123,10 +98,10 @@ def test_an_interrupt_and_an_error_of_ones_own_leave_what_was_there(place: Disk)
     assert not isinstance(place, Bucket) or place.server.counters()["open_uploads"] == []
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", FOLDERS)
 def test_readers_see_the_old_or_the_new(place: Disk, world: str) -> None:
     """And who opened the old one before is not given the new one's values."""
-    new = made(place, world)
+    FOLDERS[world].make(place)
     state = place.found()
     early = lm.open_checkpoint(place.url(), place.options) if state is not None else None
     seen: list[int | None] = []
@@ -134,7 +109,7 @@ def test_readers_see_the_old_or_the_new(place: Disk, world: str) -> None:
     def look(done: int, total: int) -> None:
         seen.append(place.found())
 
-    place.save(2, progress=look, **new)
+    place.save(2, progress=look, **FOLDERS[world].new)
     assert len(seen) > 3
     assert {*seen} == {state}
     assert place.found() == 2

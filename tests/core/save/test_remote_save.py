@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 
 import lazymodel as lm
-from tests.core.save._places import INDEX, SHARDED, Bucket, once, placed
-from tests.core.save.test_places import WORLDS, made
+from tests.core.save._places import FOLDERS, INDEX, SHARDED, Bucket, once, placed
 from tests.private_memory import private_nbytes
 from tests.processes import printed, run_workers
 from tests.servers.object_server import ObjectServer
@@ -137,10 +136,10 @@ def test_places_that_cannot_be_written_to(url: str, words: str) -> None:
 # Failures -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", FOLDERS)
 def test_whichever_request_fails_nothing_is_left_behind(bucket: Bucket, world: str) -> None:
-    new = made(bucket, world)
-    (bucket.folder / "foreign").write_bytes(b"x")
+    FOLDERS[world].make(bucket)
+    bucket.put("foreign")
     before, state = bucket.objects(), bucket.found()
     failures: list[str] = []
     for number in range(1, 100):
@@ -149,7 +148,7 @@ def test_whichever_request_fails_nothing_is_left_behind(bucket: Bucket, world: s
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             try:
-                bucket.save(2, storage_options=bucket.once, **new)
+                bucket.save(2, storage_options=bucket.once, **FOLDERS[world].new)
             except lm.LazyModelError as error:
                 failures.append(str(error))
         if len(failures) == number:
@@ -162,12 +161,12 @@ def test_whichever_request_fails_nothing_is_left_behind(bucket: Bucket, world: s
             break
         assert "not all that it replaces could be removed" in str(warned[0].message)
         failures.append("")
-        bucket.save(3, **new)  # which removes what is left
+        bucket.save(3, **FOLDERS[world].new)  # which removes what is left
         assert bucket.found() == 3
         others = len([name for name in bucket.objects() if re.search("-[0-9]{5}-of|foreign", name) and name in before])
         assert len(bucket.objects()) - others in (1, 2, 4), "one file alone, with its index, or three with theirs"
-        made(bucket, world)
-        (bucket.folder / "foreign").write_bytes(b"x")
+        FOLDERS[world].make(bucket)
+        bucket.put("foreign")
         before = bucket.objects()
     told = [failure for failure in failures if failure]
     assert len(told) > 4

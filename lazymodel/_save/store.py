@@ -7,7 +7,7 @@ savers left that were killed. One file alone is uploaded in parts and appears, o
 completed; where an index says what counts, it is a shard with an index, too.
 
 Each file is a stream of bytes, sent by one process from beginning to end. It reads what it can; tensors that are spread
-over the devices of several processes come to it by `Exchange`, a chunk in each round.
+over the devices of several processes come to it by `ReduceScatter`, a chunk in each round.
 """
 
 from __future__ import annotations
@@ -16,14 +16,11 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import os
-import queue
 import re
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,23 +32,25 @@ from lazymodel._devices.collective import CollectiveScope
 from lazymodel._devices.hardware import process_mesh
 from lazymodel._errors import CheckpointError, LazyModelError, warn
 from lazymodel._remote.path import RemotePath, reading_ahead
-from lazymodel._remote.requests import Changed, Failure, Missing, apart, explained
-from lazymodel._save.destination import (
-    INDEX,
-    SINGLE,
-    SavedFile,
-    SaveOptions,
-    check_file,
-    check_overwrite,
-    index_of,
-    index_of_loose,
-    old_files,
+from lazymodel._remote.requests import Changed, Failure
+from lazymodel._remote.upload import (
+    Upload,
+    arrived,
+    check_writable,
+    delete,
+    one_thread,
+    parts_of,
+    read_whole,
+    replace,
+    version_of,
 )
-from lazymodel._save.write import any_remote, check_budget, chunks_of, complete, owned, packed
+from lazymodel._save.files import Destination, SavedFile, SaveOptions, check_overwrite, complete, divided, in_threads
+from lazymodel._save.safetensors import INDEX, SINGLE, check_file, check_folder, index_of, index_of_loose, old_files
+from lazymodel._save.write import chunks_of, owned, packed
 from lazymodel._show.progress import reported
 from lazymodel._show.text import format_bytes, listed
 from lazymodel._tensors.boxes import Box, box_shape, fresh_view, geometry_of, strided, whole_box
-from lazymodel._tensors.buffers import Scratch, Workspace, assign, empty_aligned, parallel, start_thread
+from lazymodel._tensors.buffers import Scratch, Workspace, assign, empty_aligned, parallel
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.tensor_source import fill, required_ranges
 from lazymodel.checkpoints._safetensors import FLOAT4
@@ -61,31 +60,8 @@ _THREADS = 4  # that read chunks ahead of what is sent; they overlap transfers a
 # Uploads of an object, at most. Parts are sent again by themselves; what begins and completes an upload is not, where
 # the connection breaks off, since it may have been done.
 _UPLOADS = 4
-
-
-def _divided(budget: int, files: Sequence[SavedFile], processes: int) -> tuple[int, int, int, int]:
-    """Divides the budget; LazyModelError where it is too small for these files.
-
-    Returns bytes on their way to the store, bytes that are fetched ahead from another store, bytes that are read at a
-    time, and threads.
-    """
-    tensors = [tensor for file in files for _, tensor, _ in file.tensors]
-    parts, quarter = budget // 2, budget // 4
-    ahead = quarter // 2 if any_remote(tensors) else 0
-    reading = budget - parts - ahead - (quarter if processes > 1 else 0)
-    check_budget(files, budget, reading)
-    sizes = [parts_of(file.nbytes, parts) for file in files]
-    if None in sizes:
-        longest = max(file.nbytes for file in files)
-        raise LazyModelError(
-            f"max_host_memory={format_bytes(budget)} is too little for a file of {format_bytes(longest)}, which is "
-            "sent in parts; give more, or save in smaller shards"
-        )
-    unit = max((tensor.source.min_scratch_nbytes for tensor in tensors), default=0)
-    least = min(size.nbytes for size in sizes if size is not None)
-    chunk = max(min(_CHUNK, least, (reading - unit) // 8), 1)
-    threads = max(min(_THREADS, os.cpu_count() or 1, reading // (unit + 4 * chunk)), 1)
-    return parts, ahead, chunk, threads
+_COPIES = 4  # of a chunk at a time for each thread: being read and made, made, and sent
+_OURS = re.compile(r"model-[0-9a-f]{16}-\d{5,9}-of-\d{5,9}\.safetensors")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +72,6 @@ class _Chunk:
     tensor: LazyTensor
     box: Box
     nbytes: int
-    number: int  # in the tensor
     last: bool
 
     @property
@@ -125,20 +100,9 @@ def _chunks(file: SavedFile, chunk: int, row: int) -> Iterator[_Chunk]:
             half = tensor.dtype == FLOAT4
             tensor = tensor.reshape(-1) if half else tensor
             boxes = chunks_of(tensor, chunk if complete(tensor.source) else row)
-            for number, box in enumerate(boxes):
+            for box in boxes:
                 nbytes = math.prod(box_shape(box)) * tensor.itemsize // (2 if half else 1)
-                yield _Chunk(name, tensor, box, nbytes, number, number == len(boxes) - 1)
-
-
-def _by_process(files: Sequence[SavedFile], processes: Sequence[int]) -> dict[int, list[SavedFile]]:
-    """Which process sends which files: each as many bytes as the others, as far as files allow."""
-    shares: dict[int, list[SavedFile]] = {process: [] for process in processes}
-    loads = dict.fromkeys(processes, 0)
-    for file in sorted(files, key=lambda file: -file.nbytes):
-        process = min(loads, key=lambda process: loads[process])
-        loads[process] += file.nbytes
-        shares[process].append(file)
-    return shares
+                yield _Chunk(name, tensor, box, nbytes, box is boxes[-1])
 
 
 # Bytes from process to process, over the devices' own network: each process sends some to each, and gets what it owns.
@@ -152,11 +116,11 @@ def _by_process(files: Sequence[SavedFile], processes: Sequence[int]) -> dict[in
 _WORD = np.dtype(np.uint32)  # what is summed: no byte is carried over to another, since all but one are zero
 
 
-class Exchange:
-    """The exchange between processes that share devices; all of them make it and call it alike.
+class ReduceScatter:
+    """A collective between processes that share devices; all of them make it and call it alike.
 
     Attributes:
-        processes: Their numbers, in order; a row of what is exchanged for each.
+        processes: Their numbers, in order; a row of what is given for each.
         nbytes: Bytes of a row.
     """
 
@@ -213,12 +177,14 @@ class _OtherFailed(Exception):
 class _Rounds:
     """Rounds in each of which every process gets the next chunk that it sends of the tensors that several hold."""
 
-    def __init__(self, exchange: Exchange, shares: dict[int, list[SavedFile]], chunk: int, *, leads: bool) -> None:
-        self._exchange, self._leads, self._workspace = exchange, leads, Workspace(chunk)
-        self._own = exchange.processes.index(jax.process_index())
+    def __init__(
+        self, collective: ReduceScatter, shares: dict[int, list[SavedFile]], chunk: int, *, leads: bool
+    ) -> None:
+        self._collective, self._leads, self._workspace = collective, leads, Workspace(chunk)
+        self._own = collective.processes.index(jax.process_index())
         turns = [
-            [each for file in shares[process] for each in _chunks(file, chunk, exchange.nbytes) if each.shared]
-            for process in exchange.processes
+            [each for file in shares[process] for each in _chunks(file, chunk, collective.nbytes) if each.shared]
+            for process in collective.processes
         ]
         self._rounds = itertools.zip_longest(*turns)
         self._over = False  # True if no process waits for another round
@@ -230,7 +196,7 @@ class _Rounds:
         """
         if self._over or (chunks := next(self._rounds, None)) is None:
             return None
-        rows = np.zeros((len(chunks), self._exchange.nbytes), np.uint8)
+        rows = np.zeros((len(chunks), self._collective.nbytes), np.uint8)
         failure: BaseException | None = None
         try:
             for row, chunk in zip(rows, () if failed else chunks, strict=False):
@@ -239,7 +205,7 @@ class _Rounds:
         except BaseException as error:
             failure = error
         self._over = True
-        row = self._exchange(rows, failed=failed or failure is not None)
+        row = self._collective(rows, failed=failed or failure is not None)
         self._over = row is None
         if failure is not None:
             raise failure
@@ -249,62 +215,57 @@ class _Rounds:
         return row[: own.nbytes if own is not None else 0]
 
 
-_OURS = re.compile(r"model-[0-9a-f]{16}-\d{5,9}-of-\d{5,9}\.safetensors")
-_READ_ONLY = {
-    "hf": "a repository on a hub takes commits: save to a folder, and upload that with `hf upload`",
-    "https": "few web servers take files, and none of them in parts",
-}
-_READ_ONLY["http"] = _READ_ONLY["https"]
-
-
-def check_writable(where: RemotePath) -> None:
-    """Raises LazyModelError for a place that cannot be saved to."""
-    if (reason := _READ_ONLY.get(where.store.url.kind)) is not None:
-        raise LazyModelError(f"cannot save to {where}: {reason}. Expected s3://, gs:// or az://")
-
-
-class RemoteDestination:
+class StoreDestination(Destination):
     """A file, `x.safetensors`, or a folder in a bucket, as it was when this was made.
 
-    Attributes:
-        files: With the names that they get there, once they are written.
+    `files` have the names that they get there once they are written.
+
+    Args:
+        held: The arrays whose processes save together.
     """
 
     def __init__(
-        self,
-        where: RemotePath,
-        files: Sequence[SavedFile],
-        options: SaveOptions,
-        shardings: Sequence[Any],
-        save_id: str,
+        self, where: RemotePath, files: Sequence[SavedFile], options: SaveOptions, held: Mapping[str, Any]
     ) -> None:
-        self._new: Sequence[SavedFile] = ()  # all of them, once they have names that no other file has
-        self._own: Sequence[SavedFile] = ()  # those that this process sends
-        self._save_id = save_id
-        self.files, self._where, self._folder, self._bar = files, where, where, options.bar
-        devices = {device for each in shardings if not each.is_fully_addressable for device in each.device_set}
-        self._devices = sorted(devices, key=lambda device: device.id)
-        self._processes = sorted({device.process_index for device in devices}) or [jax.process_index()]
-        count = len(self._processes)
-        self._parts, self._ahead, self._chunk, self._threads = _divided(options.budget, files, count)
-        # Bytes that a process gets in a round of the exchange: each holds two rows for each, and its own.
-        self._row = max(min(_CHUNK, options.budget // 4 // (2 * count + 2)), 1)
+        check_writable(where)
+        self.files, self._where, self._folder, self._options = files, where, where, options
+        shared = [each.sharding for each in held.values() if not each.sharding.is_fully_addressable]
+        self._devices = sorted({device for each in shared for device in each.device_set}, key=lambda each: each.id)
+        self._processes = sorted({device.process_index for device in self._devices}) or [jax.process_index()]
+        self._divide()
+        self._own: Sequence[SavedFile] = ()  # the files that this process sends
         self._sent = Counter[str]()  # chunks of each file
         self._last: Upload | None = None  # of the one file that counts itself
-        self._calls: _Calls = queue.SimpleQueue()
-        self._begins_commit = self._indexed = False
+        self._named = self._begins_commit = self._indexed = False
         self._find_old(alone=options.shard_size is None)
+
+    def _divide(self) -> None:
+        """Divides the budget; raises LazyModelError where it is too small for these files."""
+        budget, count = self._options.budget, len(self._processes)
+        self._parts, quarter = budget // 2, budget // 4  # bytes on their way to the store
+        reading = budget - self._parts - (quarter if count > 1 else 0)
+        self._ahead, unit = divided(self.files, budget, reading)
+        sizes = [parts.nbytes for file in self.files if (parts := parts_of(file.nbytes, self._parts)) is not None]
+        if len(sizes) < len(self.files):
+            longest = max(file.nbytes for file in self.files)
+            raise LazyModelError(
+                f"max_host_memory={format_bytes(budget)} is too little for a file of {format_bytes(longest)}, which is "
+                "sent in parts; give more, or save in smaller shards"
+            )
+        largest = min(_CHUNK, *sizes)
+        self._threads, self._chunk = in_threads(reading - self._ahead, unit, _THREADS, largest, _COPIES)
+        # Bytes that a process gets in a round: each holds two rows for each, and its own.
+        self._row = max(min(_CHUNK, quarter // (2 * count + 2)), 1)
 
     def _find_old(self, *, alone: bool) -> None:
         """Finds what is there: files, and the version of the one that decides what counts."""
+        leftovers: list[str] = []
         if alone:
             check_file(self._where)
             self._folder, self._decides = self._where.parent, self._where
             old = [self._where.name] if self._where.is_file() else []
-            leftovers: list[str] = []
         else:
-            if self._where.is_file():
-                raise LazyModelError(f"{self._where} is a file; give a folder, or a name that ends with .safetensors")
+            check_folder(self._where)
             self._decides = self._where / INDEX
             self._version = version_of(self._decides)  # before it is read: if it changes between them, it is noticed
             old = old_files(self._where, _OURS)
@@ -320,49 +281,49 @@ class RemoteDestination:
         self._old = [name for name in dict.fromkeys([*old, *leftovers]) if name != self._decides.name]
 
     @contextlib.contextmanager
-    def staged(self, *, leads: bool, overwrite: bool) -> Generator[None]:
-        """Within the block files may come; where it fails all is as it was."""
+    def stage(self, *, leads: bool, overwrite: bool) -> Generator[None]:
         self._leads = leads
-        try:
-            start_thread(_run_all, "upload", self._calls)
-            if leads:
-                check_overwrite(self._there, overwrite)
-                if self._index_of_old:
-                    replace(self._decides, self._index_of_old.encode(), None)
-                    self._version, self._indexed = version_of(self._decides), True
-            yield
-        except BaseException:
-            if self._last is not None:
-                self._last.abort()
-            if leads:
-                self._delete(self._new)
-            raise
-        finally:
-            self._calls.put(None)
+        with one_thread() as self._calls:
+            try:
+                if leads:
+                    check_overwrite(self._there, overwrite)
+                    if self._index_of_old:
+                        replace(self._decides, self._index_of_old.encode(), None)
+                        self._version, self._indexed = version_of(self._decides), True
+                yield
+            except BaseException:
+                if self._last is not None:
+                    self._last.abort()
+                if leads:
+                    self._delete(self.files if self._named else ())
+                raise
 
-    def write(self, stage: CollectiveScope) -> None:
+    def write(self, scope: CollectiveScope) -> None:
         """Sends this process's files, and gives the others what they need of its tensors, until any process fails."""
-        exchange, save_id = None, self._save_id
+        collective, save_id = None, self._options.save_id
         if self._devices:
-            exchange = Exchange(self._devices, self._row)
-            save_id = exchange.first(save_id.encode()).decode()  # all name the files alike
-        names = [f"model-{save_id}-{n:05}-of-{len(self.files):05}.safetensors" for n in range(1, len(self.files) + 1)]
-        names = [self._decides.name] if self._alone else names
-        self.files = self._new = [
-            dataclasses.replace(file, name=name, header=file.header.replace(self._save_id.encode(), save_id.encode()))
-            for file, name in zip(self.files, names, strict=True)
+            collective = ReduceScatter(self._devices, self._row)
+            save_id = collective.first(save_id.encode()).decode()  # all name the files alike
+        ids = self._options.save_id.encode(), save_id.encode()
+        count = len(self.files)
+        names = [f"model-{save_id}-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+        self.files = [
+            dataclasses.replace(file, name=name, header=file.header.replace(*ids))
+            for file, name in zip(self.files, [self._decides.name] if self._alone else names, strict=True)
         ]
-        shares = _by_process(self.files, self._processes)
+        self._named = True  # as no other file is
+        ordered = sorted(self.files, key=lambda file: -file.nbytes)  # so that all send about as many bytes
+        shares = {process: ordered[number :: len(self._processes)] for number, process in enumerate(self._processes)}
         self._own = own = shares[jax.process_index()]
-        self._rounds = exchange and _Rounds(exchange, shares, self._chunk, leads=self._leads)
+        self._rounds = collective and _Rounds(collective, shares, self._chunk, leads=self._leads)
         self._store = self._where.store.open_for_parts()
         total = sum(file.nbytes - len(file.header) for file in own)
         try:
-            with reported(self._bar, total, f"{self._where.name}: saving"):
+            with reported(self._options.bar, total, f"{self._where.name}: saving"):
                 for file in own:
-                    self._last = self._send(file, stage.check, hold=self._alone)
+                    self._last = self._send(file, scope.check, hold=self._alone)
                 while self._rounds is not None and self._rounds.next() is not None:
-                    stage.check()
+                    scope.check()
         except _OtherFailed:
             pass
         except BaseException:
@@ -371,8 +332,7 @@ class RemoteDestination:
                     self._rounds.next(failed=True)
             raise
 
-    def withdraw(self) -> None:
-        """Removes what this process has written, since another one failed."""
+    def abort(self) -> None:
         self._delete(self._own)
 
     def _send(
@@ -429,7 +389,7 @@ class RemoteDestination:
                 yield content
                 if number > self._sent[file.name]:  # and not sent again
                     self._sent[file.name] = number
-                    self._bar.advance(chunk.nbytes, chunk.name)
+                    self._options.bar.advance(chunk.nbytes, chunk.name)
                 if chunk.last:
                     chunk.tensor.source.release()
 
@@ -469,179 +429,3 @@ class RemoteDestination:
             return read_whole(self._decides) == index_of(self.files).encode()
         except CheckpointError:
             return True  # nobody knows, so nothing is removed
-
-
-PART = 8 << 20  # bytes of a part, unless that makes too many parts
-LEAST_PART = 5 << 20  # bytes; the minimum of S3, except for the last part
-_MOST_PARTS = 10_000  # of an upload; the limit of S3 and Google Cloud Storage
-_CONNECTIONS = 32  # limit of parts in transfer
-_MOST_SMALL = 256 << 20  # bytes of an object that is read whole: an index of some million tensors
-_DELETIONS = 16  # at a time
-_ABORT = 15.0  # seconds, at most, that an upload is waited for to be given up: a part that hangs takes longer
-
-
-class Parts(NamedTuple):
-    """How an object is uploaded: bytes of a part, and the number of parts in transfer at a time."""
-
-    nbytes: int
-    connections: int
-
-
-def parts_of(nbytes: int, memory: int) -> Parts | None:
-    """Plans the upload of an object of a size with so many bytes of memory. Returns None if the memory is too small."""
-    least = max(LEAST_PART, -(-nbytes // _MOST_PARTS))
-    size = max(least, min(PART, memory // _CONNECTIONS))
-    connections = min(memory // size - 1, _CONNECTIONS)  # and one part that is being filled
-    return Parts(size, connections) if connections >= 1 else None
-
-
-_Calls: TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"
-
-
-def _run_all(calls: _Calls) -> None:
-    for call in iter(calls.get, None):
-        call()
-
-
-class Upload:
-    """An object that is sent in parts: visible once `complete` returns, and gone after `abort`.
-
-    Args:
-        path: Location of the object, in a store as `Store.open_for_parts` returns it.
-        check: Called while a call takes long; an error that it raises ends the waiting.
-        calls: Takes what a thread runs.
-    """
-
-    def __init__(
-        self, store: tuple[Any, Any], path: RemotePath, parts: Parts, check: Callable[[], None], calls: _Calls
-    ) -> None:
-        obstore, opened = store
-        self._writer: Any = obstore.open_writer(
-            opened, path.key, buffer_size=parts.nbytes, max_concurrency=parts.connections
-        )
-        self._check, self._calls, self._calling = check, calls, threading.Lock()
-
-    def write(self, chunk: np.ndarray) -> None:
-        """Sends a chunk, which is not longer than a part. Raises Failure if the store rejects it."""
-        self._call(self._writer.write, chunk)
-
-    def complete(self) -> None:
-        """Makes the object visible. Raises Failure if the store rejects it."""
-        self._call(self._writer.close)
-
-    def abort(self) -> None:
-        """Aborts an incomplete upload, at the store as well, as leaving a `with` block by an error does."""
-        if self._calling.acquire(timeout=_ABORT):
-            with contextlib.ExitStack() as stack:
-                stack.callback(self._calling.release)
-                if not self._writer.closed():
-                    arguments = self._writer.__exit__, Failure, Failure("saving was stopped"), None
-                    start_thread(_failure, "abort", *arguments).join(_ABORT)
-
-    def _call(self, function: Callable[..., Any], *arguments: Any) -> None:
-        def call(_: threading.Event) -> Failure | None:
-            with self._calling:
-                return _failure(function, *arguments)
-
-        if (failure := apart(call, self._checked, self._calls.put)) is not None:
-            raise failure
-
-    def _checked(self) -> bool:
-        self._check()
-        return False
-
-
-def _failure(function: Callable[..., Any], *arguments: Any) -> Failure | None:
-    """The failure of a function of obstore, if any, without the original error, which must not be shown."""
-    try:
-        function(*arguments)
-    except Exception as error:
-        failure = explained(error)
-        if isinstance(failure, Missing):
-            return Failure("there is no such bucket or container, or the upload was removed there")
-        return failure
-    return None
-
-
-Version: TypeAlias = "dict[str, str]"  # identity of an object among others of its name, as reported by the store
-
-
-def version_of(path: RemotePath) -> Version | None:
-    """The version of an object that is there now; None if there is none."""
-    found = _head(path)
-    return None if found is None else _version(found)
-
-
-def _head(path: RemotePath) -> dict[str, Any] | None:
-    try:
-        return path.store.ask(path.key, lambda obstore, store: obstore.head(store, path.key))
-    except Missing:
-        return None
-
-
-def _version(head: dict[str, Any]) -> Version:
-    return {name: head[name] for name in ("e_tag", "version") if head[name] is not None}
-
-
-def arrived(path: RemotePath, nbytes: int, old: Version | None) -> bool:
-    """Returns True if an object exists although the store did not confirm it: an answer may be lost, and a second
-    request to complete an upload is an error.
-    """
-    try:
-        found = _head(path)
-    except LazyModelError:
-        return False
-    return found is not None and found["size"] == nbytes and _version(found) != old
-
-
-def replace(path: RemotePath, content: bytes, old: Version | None) -> None:
-    """Replaces a small object, or creates it if `old` is None.
-
-    Raises:
-        Changed: The current object is not the old one.
-        CheckpointError: It cannot be written.
-    """
-    mode: Any = "create" if old is None else old
-    try:
-        path.store.ask(
-            path.key, lambda obstore, store: obstore.put(store, path.key, content, mode=mode), action="write"
-        )
-    except Missing:
-        raise CheckpointError(f"cannot write {path}: there is no such bucket or container") from None
-    except (Changed, CheckpointError):
-        # The write may have succeeded although its answer was lost.
-        if read_whole(path) != content:
-            raise
-
-
-def read_whole(path: RemotePath) -> bytes | None:
-    """Reads a small object as it is now, regardless of earlier reads. Returns None if there is none."""
-
-    def read(obstore: Any, store: Any) -> bytes:
-        content = bytearray()
-        for chunk in obstore.get(store, path.key).stream(min_chunk_size=1 << 20):
-            content += chunk
-            if len(content) > _MOST_SMALL:
-                raise Failure("it is larger than any index", False)
-        return bytes(content)
-
-    try:
-        return path.store.ask(path.key, read)
-    except Missing:
-        return None
-
-
-def delete(paths: Sequence[RemotePath]) -> list[str]:
-    """Deletes objects, which may be deleted already. Returns the messages of those that could not be deleted."""
-
-    def one(path: RemotePath) -> str | None:
-        try:
-            path.store.ask(path.key, lambda obstore, store: obstore.delete(store, path.key), action="delete")
-        except Missing:
-            pass
-        except CheckpointError as error:
-            return str(error)
-        return None
-
-    with parallel(one, paths, _DELETIONS, "delete") as failures:
-        return [failure for failure in failures if failure is not None]
