@@ -145,8 +145,8 @@ def kill_really(folder: Path, name: str, step: int) -> int:
         codes = run_workers(Path(_accidents.__file__), arguments, folder, patience=250)
         for (at, root), code in zip(roots.items(), codes, strict=True):
             assert code in (0, -signal.SIGKILL), printed(folder, len(roots))
-            allowed = {NEW} if code == 0 else {None if world.old is None else OLD, NEW}
-            _accidents.check(world, root, before[at], allowed)
+            old = {None if world.old is None else OLD} if code else set[int | None]()
+            _accidents.check(world, root, before[at], {NEW} | old)
             shutil.rmtree(root)
         killed += sum(code != 0 for code in codes)
         if 0 in codes:
