@@ -243,7 +243,7 @@ def bits(variable: Any) -> np.ndarray:
 
 def seeded(build: Callable[[], Any], seed: int = 0) -> Any:
     """Builds with Keras' seeds and automatic names starting afresh."""
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)  # else Keras collects garbage, of all that the process holds
     keras.utils.set_random_seed(seed)
     return build()
 
