@@ -32,7 +32,7 @@ if _typing.TYPE_CHECKING:
     from lazymodel import research
     from lazymodel._abstract.variable import AbstractVariable
     from lazymodel._compile import Compile
-    from lazymodel._devices.hardware import arithmetic_mesh, device_memory, topology
+    from lazymodel._devices.hardware import device_memory
     from lazymodel._errors import (
         CheckpointError,
         DoesNotFitError,
@@ -47,10 +47,7 @@ if _typing.TYPE_CHECKING:
     from lazymodel._materialize.report import LoadReport
     from lazymodel._model import AbstractModel, build_abstract
     from lazymodel._pin_batch import pin_batch
-    from lazymodel._plan.fleet import Fleet
-    from lazymodel._plan.plan import MemoryPlan, compare_plans
-    from lazymodel._plan.search import smallest_topology
-    from lazymodel._plan.what_if import WhatIf
+    from lazymodel._plan.plan import MemoryPlan
     from lazymodel._restore import restore, training_state
     from lazymodel._save.save import save
     from lazymodel._save.step import save_step
@@ -63,6 +60,9 @@ if _typing.TYPE_CHECKING:
     from lazymodel.checkpoints._checkpoint import TrainingState
     from lazymodel.extras.lora.merge import Adapter, merge, open_adapter
     from lazymodel.extras.lora.save_adapter import save_adapter
+    from lazymodel.extras.planning.plans import plans
+    from lazymodel.extras.planning.topologies import arithmetic_mesh, topology
+    from lazymodel.extras.planning.what_if import WhatIf
     from lazymodel.extras.research import grow, initializers
     from lazymodel.extras.research.coordinate_check import CoordinateCheck, coordinate_check
     from lazymodel.extras.research.diff import diff
@@ -79,7 +79,7 @@ _NAMES = {  # module: names that it has
     "lazymodel._abstract.variable": "AbstractVariable",
     "lazymodel.extras.lora.merge": "Adapter merge open_adapter",
     "lazymodel._compile": "Compile",
-    "lazymodel._devices.hardware": "arithmetic_mesh device_memory topology",
+    "lazymodel._devices.hardware": "device_memory",
     "lazymodel._errors": "CheckpointError DoesNotFitError LazyModelError LazyModelWarning ShardingError SyncError "
     "TraceError",
     "lazymodel._mapping.entry": "From",
@@ -89,10 +89,7 @@ _NAMES = {  # module: names that it has
     "lazymodel.extras.sync.sync": "Sync",
     "lazymodel._model": "AbstractModel build_abstract",
     "lazymodel._pin_batch": "pin_batch",
-    "lazymodel._plan.fleet": "Fleet",
-    "lazymodel._plan.plan": "MemoryPlan compare_plans",
-    "lazymodel._plan.search": "smallest_topology",
-    "lazymodel._plan.what_if": "WhatIf",
+    "lazymodel._plan.plan": "MemoryPlan",
     "lazymodel._restore": "restore training_state",
     "lazymodel.extras.lora.save_adapter": "save_adapter",
     "lazymodel._save.save": "save",
@@ -104,6 +101,9 @@ _NAMES = {  # module: names that it has
     "lazymodel._transform": "path_key",
     "lazymodel.checkpoints": "Checkpoint open_checkpoint",
     "lazymodel.checkpoints._checkpoint": "TrainingState",
+    "lazymodel.extras.planning.plans": "plans",
+    "lazymodel.extras.planning.topologies": "arithmetic_mesh topology",
+    "lazymodel.extras.planning.what_if": "WhatIf",
     "lazymodel.extras.research.coordinate_check": "CoordinateCheck coordinate_check",
     "lazymodel.extras.research.diff": "diff",
     "lazymodel.extras.research.mup": "Mup mup",
@@ -145,7 +145,6 @@ __all__ = [
     "Compile",
     "CoordinateCheck",
     "DoesNotFitError",
-    "Fleet",
     "From",
     "Host",
     "LazyModelError",
@@ -167,7 +166,6 @@ __all__ = [
     "arithmetic_mesh",
     "auto",
     "build_abstract",
-    "compare_plans",
     "coordinate_check",
     "device_memory",
     "diff",
@@ -180,6 +178,7 @@ __all__ = [
     "open_checkpoint",
     "path_key",
     "pin_batch",
+    "plans",
     "research",
     "reshard",
     "restore",
@@ -188,7 +187,6 @@ __all__ = [
     "save_adapter",
     "save_step",
     "signals",
-    "smallest_topology",
     "statistics",
     "topology",
     "training_state",

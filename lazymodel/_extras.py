@@ -10,9 +10,11 @@ from typing import Any
 
 EXTRAS = {
     "copied": "lazymodel.extras.sync.reshard",
+    "described_use": "lazymodel.extras.planning.what_if",
     "device_moves": "lazymodel.extras.sync.reshard",
     "is_adapter": "lazymodel.extras.lora.merge",
     "kept_pairs": "lazymodel.extras.lora.pairs",
+    "libtpu_environment": "lazymodel.extras.planning.topologies",
     "merge": "lazymodel.extras.lora.merge",
     "open_gguf": "lazymodel.extras.quantized.gguf",
     "plain_tensors": "lazymodel.extras.quantized.families",

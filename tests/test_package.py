@@ -28,12 +28,12 @@ PACKAGES = {
 # What a user calls or annotates with; a name more or less is a decision.
 NAMES = {
     "lazymodel": """
-        AbstractModel AbstractVariable Adapter Checkpoint CheckpointError Compile CoordinateCheck DoesNotFitError Fleet
-        From Host LazyModelError LazyModelWarning LazyTensor LoadReport MemoryPlan Mup Progress ReshardReport RunReport
-        ShardingError Sync SyncError TraceError TrainingState WeightMap WhatIf arithmetic_mesh auto build_abstract
-        compare_plans coordinate_check device_memory diff grow initializers map_checkpoint merge mup open_adapter
-        open_checkpoint path_key pin_batch research reshard restore role save save_adapter save_step signals
-        smallest_topology statistics topology training_state
+        AbstractModel AbstractVariable Adapter Checkpoint CheckpointError Compile CoordinateCheck
+        DoesNotFitError From Host LazyModelError LazyModelWarning LazyTensor LoadReport MemoryPlan Mup
+        Progress ReshardReport RunReport ShardingError Sync SyncError TraceError TrainingState WeightMap WhatIf
+        arithmetic_mesh auto build_abstract coordinate_check device_memory diff grow initializers map_checkpoint
+        merge mup open_adapter open_checkpoint path_key pin_batch plans research reshard restore role save
+        save_adapter save_step signals statistics topology training_state
     """,
     "lazymodel.checkpoints": """
         Checkpoint SafetensorsFile open_checkpoint

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-import html
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -16,8 +15,7 @@ from jax.sharding import PartitionSpec
 
 from lazymodel._devices.hardware import CompiledMemory
 from lazymodel._errors import DoesNotFitError, LazyModelError
-from lazymodel._plan.fleet import Way
-from lazymodel._plan.what_if import ACTIVATIONS, OPTIMIZER, PARAMETERS
+from lazymodel._plan.use import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS
 from lazymodel._show.table import ACTIONS, Column, Report, Table, Tabled, placed_text, plain, shape_text, spec_text
 from lazymodel._show.text import PALETTE, empty_figure, finished_figure, format_bytes, parse_bytes, plural
 
@@ -110,8 +108,6 @@ class MemoryPlan(Report):
             was not counted, activations above all.
         timeline: The steps of materializing, in order.
         hosts: One row per process; empty for a mesh without devices.
-        ways: `"read"` and `"exchange"`, each with the bytes that every host reads and exchanges if several hold the
-            same, and with the seconds that this takes; empty unless there are several hosts and their number is known.
         device_kind: The kind of the devices, or an empty string.
         mesh: Axis names and sizes; empty without a mesh.
         compiled: The compiler's numbers for the forward pass or training step, if one was compiled.
@@ -138,7 +134,6 @@ class MemoryPlan(Report):
     counted: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     timeline: tuple[PlanStep, ...] = ()
     hosts: tuple[HostPlan, ...] = ()
-    ways: Mapping[str, Way] = dataclasses.field(default_factory=dict[str, Way])
     device_kind: str = ""
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
     compiled: CompiledMemory | None = None
@@ -167,6 +162,16 @@ class MemoryPlan(Report):
         if self._host_short() > 0:
             return False
         return None if self.device_memory is None else self.needed_nbytes <= self.device_memory
+
+    @property
+    def error_nbytes(self) -> int:
+        """The error of the bytes on a device: a quarter of activations that are estimated."""
+        return self.parts[ACTIVATIONS] // 4 if self.counted.get(ACTIVATIONS) == "estimated" else 0
+
+    @property
+    def tight(self) -> bool:
+        """True if less is left on a device than the error of the estimate."""
+        return bool(self.fits) and (self.device_memory or 0) - self.needed_nbytes < self.error_nbytes
 
     def _host_short(self) -> int:
         """Bytes that are missing on a host, as far as is known; negative if bytes are left."""
@@ -320,10 +325,8 @@ class MemoryPlan(Report):
     def to_dict(self) -> dict[str, Any]:
         """Everything as lists, dicts, strings and numbers, which `json` writes and reads back equal."""
         found = plain(self)
-        for name in ("fits", "needed_nbytes", "needed_host_nbytes", "used_nbytes"):
+        for name in ("fits", "tight", "needed_nbytes", "needed_host_nbytes", "used_nbytes"):
             found[name] = getattr(self, name)
-        for name, way in self.ways.items():
-            found["ways"][name]["total_read_nbytes"] = way.total_read_nbytes
         found["not_counted"] = [] if ACTIVATIONS in self.parts else [ACTIVATIONS]
         found["modules"] = plain(self.by_module(depth=2))
         return found | {"variables": found.pop("rows")}
@@ -353,14 +356,14 @@ class MemoryPlan(Report):
         if self.mesh or self.device_kind:
             mesh = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
             yield " of ".join(filter(None, (mesh and f"mesh: {mesh}", self.device_kind)))
-        device = "device" if self.num_devices == 1 else f"each of {self.num_devices:,} devices, on the most loaded"
+        device = "device" if self.num_devices == 1 else f"most loaded of {self.num_devices:,} devices"
         yield (
             f"{device}: {format_bytes(self.device_nbytes)} resident, "
             f"{format_bytes(self.peak_nbytes)} at the peak while materializing"
         )
         yield self.counted_text()
         if len(self.parts) > 1 or self.used_nbytes != self.device_nbytes:
-            yield f"in use: {format_bytes(self.used_nbytes)}: {self._listed_parts()}"
+            yield f"in use{self._beside()}: {format_bytes(self.used_nbytes)}: {self._listed_parts()}"
         if self.device_memory is not None:
             yield f"device memory: {format_bytes(self.device_memory)}; {self._device_verdict(self.device_memory)}"
             if self.needed_nbytes > self.device_memory:
@@ -387,8 +390,10 @@ class MemoryPlan(Report):
         if self.host_memory is not None:
             verdict = _verdict(self.needed_host_nbytes, self.host_memory)
             yield f"host memory: {format_bytes(self.host_memory)}; {verdict}"
-        for name, way in self.ways.items():
-            yield f"replicas={name!r}: {way.text()}"
+
+    def _beside(self) -> str:
+        beside = [kind for kind in (GRADIENTS, OPTIMIZER) if self.parts.get(kind)]
+        return f", with {' and '.join(beside)}" if beside else ""
 
     def _listed_parts(self) -> str:
         return ", ".join(f"{format_bytes(nbytes)} {kind}" for kind, nbytes in self.parts.items())
@@ -402,14 +407,19 @@ class MemoryPlan(Report):
 
     def _device_verdict(self, limit: int) -> str:
         without = "" if ACTIVATIONS in self.parts else " without activations"
-        return _verdict(self.needed_nbytes, limit).replace("fits,", f"fits{without},")
+        text = _verdict(self.needed_nbytes, limit).replace("fits,", f"fits{without},")
+        if not self.tight:
+            return text
+        return (
+            f"{text.replace('fits', 'tight')}, less than the error of the estimate, {format_bytes(self.error_nbytes)}"
+        )
 
     def counted_text(self) -> str:
         """Describes what was counted on devices, with dtypes, and what was not counted."""
         counted = ", ".join(f"{kind} ({how})" for kind, how in self.counted.items())
         if ACTIVATIONS in self.parts:
             return f"counted: {counted}"
-        how = "plan(compile=…) counts and WhatIf(batch=…, sequence=…) estimates them"
+        how = "add WhatIf(batch=…, sequence=…) for an estimate, plan(compile=…) for the compiler's count"
         return f"counted: {counted}; not counted: activations ({how})"
 
 
@@ -445,74 +455,3 @@ class Modules(Tabled, list[ModuleRow]):
             for each in self
         ]  # fmt: skip
         return Table(f"{self.name} by module", columns, cells)
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class _PlanComparison(Report):
-    """Several plans side by side, by name and in the order given; prints as a table."""
-
-    plans: Mapping[str, MemoryPlan]
-
-    @property
-    def fitting(self) -> tuple[str, ...]:
-        """Names of the plans that are known to fit."""
-        return tuple(name for name, plan in self.plans.items() if plan.fits)
-
-    def page_tables(self) -> list[Table]:
-        """The tables of its page: the comparison, and every plan."""
-        plans = (
-            dataclasses.replace(table := plan.table(), title=f"{name}: {table.title}")
-            for name, plan in self.plans.items()
-        )
-        return [self.table(), *plans]
-
-    def drawing(self) -> str:
-        """The bars of all plans."""
-        return "".join(f"<p>{html.escape(name)}</p>{plan.drawing()}" for name, plan in self.plans.items())
-
-    def to_dict(self) -> dict[str, Any]:
-        """Each plan's `to_dict`, by name."""
-        return {name: plan.to_dict() for name, plan in self.plans.items()}
-
-    def table(self) -> Table:
-        """A row per plan."""
-
-        def cells(name: str, plan: MemoryPlan) -> tuple[str, ...]:
-            memory = "–" if plan.device_memory is None else format_bytes(plan.device_memory)
-            amounts = (plan.device_nbytes, plan.peak_nbytes, plan.used_nbytes)
-            verdict = plan.verdict().replace(f" {verdicts}", "")  # the heading has it
-            return (name, f"{plan.num_devices:,}", *map(format_bytes, amounts), memory, verdict)
-
-        bare = not any(ACTIVATIONS in plan.parts for plan in self.plans.values())
-        verdicts = "without activations" if bare else "verdict"
-        numbers = ("devices", "resident/device", "peak materializing", "in use", "device memory")
-        columns = (Column("plan"), *map(Column.number, numbers), Column(verdicts))
-        names = sorted({plan.name for plan in self.plans.values()})
-        title = f"{', '.join(names)}: {plural(len(self.plans), 'plan')}"
-        lines = list(dict.fromkeys(plan.counted_text() for plan in self.plans.values()))
-        return Table(title, columns, [cells(*item) for item in self.plans.items()], lines)
-
-
-def compare_plans(plans: Mapping[str, MemoryPlan]) -> _PlanComparison:
-    """Puts the plans of several meshes, dtypes or anything else into one table.
-
-    Raises:
-        LazyModelError: There is none, or one is no plan.
-
-    Example:
-        >>> meshes = {name: lm.arithmetic_mesh(name) for name in ("v5e-1", "v5e-8")}
-        >>> lm.compare_plans({name: abstract.shard(mesh, "auto").plan() for name, mesh in meshes.items()})
-        init: 2 plans
-        plan          devices  resident/device  peak materializing      in use  device memory  without activations
-        ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
-        v5e-1               1       128.00 KiB          128.00 KiB  128.00 KiB      15.75 GiB  fits, 15.75 GiB to spare
-        v5e-8               8        16.00 KiB           16.00 KiB   16.00 KiB      15.75 GiB  fits, 15.75 GiB to spare
-        counted: parameters (float32); not counted: activations (plan(compile=…) counts and WhatIf(batch=…, sequence=…)
-        estimates them)
-    """
-    given: Any = plans
-    if not isinstance(given, Mapping) or not given or not all(isinstance(plan, MemoryPlan) for plan in given.values()):
-        raise LazyModelError(
-            f"expected a mapping of name to MemoryPlan, such as {{'v5e-8': model.plan()}}, got {plans!r}"
-        )
-    return _PlanComparison(dict(plans))

@@ -60,8 +60,8 @@ def with_optimizer(optimizer: Any, **options: Any) -> Callable[[], Any]:
     return lambda: MODEL.with_optimizer(optimizer, **options)
 
 
-def smallest(*args: Any, **options: Any) -> Callable[[], Any]:
-    return lambda: lm.smallest_topology(MODEL, *args, compile=None, **options)
+def plans(*args: Any, **options: Any) -> Callable[[], Any]:
+    return lambda: lm.plans(MODEL, *args, **options)
 
 
 @pytest.mark.parametrize(
@@ -130,16 +130,14 @@ def smallest(*args: Any, **options: Any) -> Callable[[], Any]:
         (train(lambda tree: tree["b"]), "needs the loss, a floating-point scalar ... <lambda> returns float32[512]"),
         (train(lambda tree: jnp.ones((), "int32")), "needs the loss, ... <lambda> returns int32[]"),
         (lambda: MODEL.plan().by_module("2"), "depth is a number of path parts, from 1; got '2'"),  # pyright: ignore
-        (lambda: lm.compare_plans([MODEL.plan()]), "expected a mapping of name to MemoryPlan ... , got ["),  # pyright: ignore
-        (lambda: lm.compare_plans({}), "expected a mapping of name to MemoryPlan ... , got {}"),
         (lambda: MODEL.quantize("int8"), "only Keras models and NNX modules are quantized as a step"),
         (lambda: MODEL.lora(2), "only Keras models and NNX modules are ... as a step"),
         (with_optimizer(ADAM, trained="("), "pattern '(' is not a regular expression"),
         (with_optimizer(ADAM, trained=["a/kernel"]), "a path regex or a function of a variable; got ['a/kernel']"),
-        (smallest("v5e"), "the rules fit on no v5e slice. v5e:1x1: shard() without rules"),
-        (smallest("v5e", "atuo"), "rules='atuo' is not known; closest: 'auto'"),
-        (smallest("v5e", {".*": P("modle")}), "the rules fit on no v5e slice. v5e:1x1: 'a/kernel' ... no axis 'modle'"),
-        (smallest("v5e", "auto", axes=["model"]), "axes as a mapping of axis name to size"),
+        (plans("v5e-1", rules="atuo"), "rules='atuo' is not known; closest: 'auto'"),
+        (plans("v5e-1", rules={".*": P("modle")}), "no axis 'modle'"),
+        (plans("v5e-1", axes=["model"]), "axes as a mapping of axis name to size"),
+        (plans("v5e-1", what_if="adam"), "what_if is a lazymodel.WhatIf, ... ; got 'adam'"),
     ],
 )  # fmt: skip
 def test_an_error_of_ours_names_it_and_the_mend(call: Callable[[], Any], message: str) -> None:

@@ -25,7 +25,7 @@ import jax
 
 import lazymodel as lm
 from lazymodel._abstract.frameworks import adapter_of
-from lazymodel._devices.hardware import device_memory, libtpu_environment
+from lazymodel._devices.hardware import device_memory
 from lazymodel._errors import DoesNotFitError, LazyModelError, is_library
 from lazymodel._extras import extra
 from lazymodel._mapping.table import WeightMap
@@ -297,7 +297,7 @@ def _found() -> dict[str, Any]:
 
 def _devices() -> tuple[list[dict[str, Any]], str | None]:
     try:
-        with libtpu_environment():
+        with extra("libtpu_environment")():
             found = jax.devices()
     except RuntimeError as error:  # a requested platform is missing, or a chip is in use
         return [], str(error).splitlines()[0]

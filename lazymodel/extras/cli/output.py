@@ -75,16 +75,18 @@ def add_command(
 
 
 def in_options(text: str, flags: Mapping[str, str], *, names: bool = True) -> str:
-    """Replaces parameters of Python in a message by the command's options: `batch=…` → `--batch …`.
+    """Replaces parameters of Python in a message by the command's options: `batch=…` → `--batch`, `a=1` → `--a 1`.
 
     `names` are replaced without a value, too, if nothing else is likely to be called that.
     """
-    text = re.sub(r"\b(?:plan|shard|WhatIf|convert)\(((?:\w+=…,?\s*)+)\)", r"\1", text)
+    call = r"\b(?:plan|shard|WhatIf|convert)\(((?:\w+=…,?\s*)+)\)"
+    text = re.sub(call, lambda match: re.sub(r",\s*", " and ", match[1]), text)
     # A file of rules has no PartitionSpec, and no other parameters of `shard`.
     text = re.sub(r",? or pass on_unmatched='auto'[^.]*", "", text).replace("PartitionSpec()", "[]")
     for name, flag in sorted(flags.items(), key=lambda item: -len(item[0])):
         if flag:
-            text = re.sub(rf"(?<![\w/.?&-]){name}=(?:'([^'\s]*)'|(?=[\w….]))", rf"{flag} \1", text)
+            text = re.sub(rf"(?<![\w/.?&-]){name}=…", flag, text)
+            text = re.sub(rf"(?<![\w/.?&-]){name}=(?:'([^'\s]*)'|(?=[\w.]))", rf"{flag} \1", text)
             if names and ("_" in name or " was given without " in text):
                 text = re.sub(rf"(?<![\w/.?&'-]){name}(?![\w/=])", flag, text)
     return text.replace("--optimizer-on-host pinned_host", "--optimizer-on-host")
@@ -133,14 +135,17 @@ def print_json(command: str, document: dict[str, Any]) -> None:
     print_text(json.dumps({"schema": f"lazymodel.{command}/{VERSION}", **document}, indent=2))
 
 
-def show(arguments: argparse.Namespace, command: str, found: Any) -> None:
-    """Prints the result of a command, as text or with --json, and writes its page with --html."""
+def show(arguments: argparse.Namespace, command: str, found: Any, code: str = "") -> None:
+    """Prints the result of a command, as text or with --json, and writes its page with --html.
+
+    `code` is what the text of the result ends with, printed as it is.
+    """
     if getattr(arguments, "html", None):
         found.save(arguments.html)
     if arguments.json:
         print_json(command, found.to_dict())
     else:
-        print_text(in_options(str(found), arguments.flags, names=False))
+        print_text(in_options(str(found).removesuffix(code), arguments.flags, names=False) + code)
 
 
 def check_page(path: str | None) -> None:

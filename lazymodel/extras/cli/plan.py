@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import json
 import math
 import os
 import re
+import shlex
 import sys
 import tomllib
 import warnings
@@ -25,16 +25,13 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from rich.console import Console
 from rich.markup import escape
 
+import lazymodel
 from lazymodel._abstract.frameworks import adapter_of
 from lazymodel._abstract.variable import PINNED_HOST
 from lazymodel._compile import Compile
-from lazymodel._devices.hardware import arithmetic_mesh, libtpu_environment
-from lazymodel._devices.hardware import topology as compiled_mesh
 from lazymodel._errors import LazyModelError, LazyModelWarning
+from lazymodel._extras import extra
 from lazymodel._model import AbstractModel, build_abstract
-from lazymodel._plan.fleet import Fleet
-from lazymodel._plan.plan import MemoryPlan, compare_plans
-from lazymodel._plan.what_if import REMATS, WhatIf
 from lazymodel._programs.jaxprs import CONFIG
 from lazymodel._remote.url import is_url, shown
 from lazymodel._sharding.auto import Auto, auto
@@ -62,7 +59,8 @@ _WEIGHTS = (*(suffix for suffix in SUFFIXES if suffix != ".gguf"), ".msgpack")
 _DESCRIPTION = """\
 Shows if a model fits, from its configuration: bytes on each device and host, while it is materialized and in use.
 Without --compile the numbers are arithmetic; with it, they are the compiler's, for devices that need not exist.
-Several --topology, --mesh or --dtype are compared in one table.
+Several --topology, or one for training without --mesh, are a table: on each, meshes, recomputation and host memory for
+the optimizer are tried, cheapest first, and the line that does the cheapest one is below it.
 Exit status: 0 it fits (at least one of several does), or the devices' memory is unknown; 1 it does not; 2 wrong usage,
 or nothing to plan.
 """
@@ -84,13 +82,13 @@ def add_plan(commands: Any) -> None:
     batch = "batch size of the compiled program; without --compile, activations of a transformer are estimated for it"
     option("--batch", "N", f"{batch} and --sequence", type=int)
     option("--sequence", "N", "sequence length, likewise", type=int)
-    option("--remat", REMATS, "what training computes again, in the estimate; flash attention is attention")
+    option(
+        "--remat", ("attention", "full"), "what training computes again, in the estimate; flash attention is attention"
+    )
     option("--compile", ("init", "forward", "train"), "compile it, and use the compiler's numbers")
     option("--device-memory", "BYTES", "bytes of one device, such as 16GiB")
     option("--host-memory", "BYTES", "bytes of one host, such as 192GiB")
     option("--hosts", "N", "number of hosts, each with equally many devices", type=int)
-    option("--storage-bandwidth", "BYTES", "bytes a second that a host reads from storage, such as 200MB/s")
-    option("--link-bandwidth", "BYTES", "bytes a second that a host gets over the interconnect, such as 25GB/s")
     option(*JSON)
     option("--html", "FILE", "also write the plan as a page")
 
@@ -107,9 +105,9 @@ def _add_model(option: Callable[..., None]) -> None:
     option("--cls --class", "NAME", "KerasHub class; default: the backbone")
     topologies = "devices: a TPU slice, such as v5e:2x4, v5e-8 or v2-8, or GPUs, such as H100:8"
     option("--topology", "NAME", topologies, action="append")
-    option("--mesh", "AXES", "such as model=8 or data=2,model=4; default: one axis, model", action="append")
+    option("--mesh", "AXES", "such as model=8 or fsdp=2,model=4; default: one axis, model, or for training the best")
     dtypes = "such as bfloat16 or bf16; default: the preset's, or the configuration's torch_dtype"
-    option("--dtype", "POLICY", dtypes, action="append", type=dtype_name)
+    option("--dtype", "POLICY", dtypes, type=dtype_name)
     option("--host", "PATTERN", "regex of variables that are in the hosts' memory, such as '.*embeddings'")
     rules = "sharding rules, in TOML or JSON: path regex or role:NAME → names of mesh axes; default: lazymodel.auto"
     option("--rules", "FILE", rules)
@@ -130,15 +128,15 @@ def add_explain(commands: Any) -> None:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    for name in ("topology", "mesh", "dtype"):
-        if len(getattr(arguments, name) or ()) > 1:
-            raise LazyModelError(f"explain takes one --{name}; plan compares several")
+    if len(arguments.topology or ()) > 1:
+        raise LazyModelError("explain takes one --topology; plan compares several")
     if not (arguments.topology or arguments.mesh):
         raise LazyModelError("explain needs devices; pass --topology or --mesh, such as --topology v5e-8")
     if CONFIG.jax_platforms is None:
         jax.config.update("jax_platforms", "cpu")
-    rules, (mesh,) = _rules(arguments), _meshes(arguments, compiled=False).values()
-    model = _model(_described(arguments.model), arguments, (arguments.dtype or [None])[0], WhatIf())
+    topology = arguments.topology[0] if arguments.topology else None
+    rules, mesh = _rules(arguments), _mesh(topology, _axes(arguments), compiled=False)
+    model = _model(_described(arguments.model), arguments, lazymodel.WhatIf())
     sharded = _sharded(model, mesh, rules)
     for path in arguments.variable or ():
         if path not in sharded:
@@ -183,7 +181,7 @@ def _rules(arguments: argparse.Namespace) -> Any:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    with libtpu_environment():
+    with extra("libtpu_environment")():
         if CONFIG.jax_platforms is None and not (arguments.compile and not arguments.topology):
             # Nothing runs on devices: an accelerator that another process uses, or that starts slowly, is not touched.
             jax.config.update("jax_platforms", "cpu")
@@ -194,59 +192,43 @@ def _plan(arguments: argparse.Namespace) -> int:
         check_page(arguments.html)
         given = vars(arguments)
         compiled = {} if arguments.compile not in ("forward", "train") else {k: given[k] for k in ("batch", "sequence")}
-        fields = {cls: [f.name for f in dataclasses.fields(cls) if f.name not in compiled] for cls in (WhatIf, Fleet)}
-        what_if = WhatIf(**{name: given.get(name) for name in fields[WhatIf]})
-        fleet = Fleet(**{name: given[name] for name in fields[Fleet]})
-        options = {
-            "device_memory": arguments.device_memory,
-            "host_memory": arguments.host_memory,
-            "fleet": None if fleet == Fleet() else fleet,
-            "compile": arguments.compile and Compile(arguments.compile, **compiled),
-        }
+        fields = [field.name for field in dataclasses.fields(lazymodel.WhatIf) if field.name not in compiled]
+        what_if = lazymodel.WhatIf(**{name: given.get(name) for name in fields})
+        options: dict[str, Any] = {name: given[name] for name in ("device_memory", "host_memory", "hosts")}
+        compile = arguments.compile and Compile(arguments.compile, **compiled)
         storage_options(arguments)
-        rules, meshes = _rules(arguments), _meshes(arguments, compiled=bool(arguments.compile))
-        plans = _plans(arguments, _described(arguments.model), meshes, rules, what_if, options)
-    if len(plans) == 1:
-        show(arguments, "plan", *plans.values())
-    else:
-        show(arguments, "plans", compare_plans(plans))
-    return 0 if any(plan.fits is not False for plan in plans.values()) else 1
+        rules, axes, topologies = _rules(arguments), _axes(arguments), arguments.topology or [None]
+        if compile and len(topologies) > 1:
+            raise LazyModelError("--compile takes one --topology")
+        meshes = [_mesh(topology, axes, compiled=False) for topology in topologies]
+        if compile:
+            meshes = [_mesh(topologies[0], axes, compiled=True)]
+        source = _described(arguments.model)
+        # KerasHub's models are built quantized, with their LoRA pairs; for other models this is arithmetic.
+        built = what_if.quantize is not None and not is_imported(source)
+        with Console(stderr=True).status(escape(f"building {shown(source)}")) as status:  # shown on terminals only
+            model = _model(source, arguments, what_if if built else lazymodel.WhatIf())
+            if built:
+                what_if = dataclasses.replace(what_if, quantize=None, lora_rank=None)
+            status.update("compiling" if compile else "planning")
+            training = arguments.topology and what_if.optimizer and axes is None and not compile
+            if len(topologies) == 1 and not training:
+                plan = _sharded(model, meshes[0], rules).plan(what_if=what_if, compile=compile, **options)
+                show(arguments, "plan", plan)
+                return 0 if plan.fits is not False else 1
+            plans = lazymodel.plans(model, *arguments.topology, what_if=what_if, rules=rules, axes=axes, **options)
+    plans = dataclasses.replace(plans, source=_as_typed(arguments, ("quantize", "lora_rank") if built else ()))
+    show(arguments, "plans", plans, plans.code)
+    return 0 if plans.best is not None else 1
 
 
-def _plans(
-    arguments: argparse.Namespace,
-    source: str,
-    meshes: Mapping[str, Any],
-    rules: Any,
-    what_if: WhatIf,
-    options: dict[str, Any],
-) -> dict[str, MemoryPlan]:
-    """One plan for each dtype and mesh, by name; `options` are those of `AbstractModel.plan`."""
-    plans: dict[str, MemoryPlan] = {}
-    # KerasHub's models are built quantized, with their LoRA pairs; for other models this is arithmetic.
-    built = WhatIf()
-    if what_if.quantize is not None and not is_imported(source):
-        built, what_if = what_if, dataclasses.replace(what_if, quantize=None, lora_rank=None)
-    with Console(stderr=True).status("") as status:  # shown on terminals only
-        for dtype in arguments.dtype or [None]:
-            status.update(escape(f"building {shown(source)}{f' in {dtype}' if dtype else ''}"))
-            model = _model(source, arguments, dtype, built)
-            for place, mesh in meshes.items():
-                name = ", ".join(filter(None, (place, dtype))) or "one device"
-                status.update(escape(f"{'compiling' if options['compile'] else 'planning'} {name}"))
-                plans[name] = _sharded(model, mesh, rules).plan(what_if=what_if, **options)
-    return plans
-
-
-def _meshes(arguments: argparse.Namespace, *, compiled: bool) -> dict[str, Any]:
-    """The meshes to plan for, by name; all names are checked before the first mesh is compiled for."""
-    all_axes = [None if text is None else _parse_axes(text) for text in arguments.mesh or [None]]
-    requested = list(itertools.product(arguments.topology or [None], all_axes))
-    names = [", ".join(filter(None, (topology, _axes_text(axes or {})))) for topology, axes in requested]
-    meshes = [_mesh(*each, compiled=False) for each in requested]
-    if compiled:
-        meshes = [_mesh(*each, compiled=True) for each in requested]
-    return dict(zip(names, meshes, strict=True))
+def _as_typed(arguments: argparse.Namespace, names: tuple[str, ...]) -> str:
+    """The model and the options for it, as for a shell."""
+    parts = [arguments.model]
+    for name in ("cls", "dtype", "host", "rules", *names):
+        if (value := getattr(arguments, name)) is not None:
+            parts += [arguments.flags[name], str(value)]
+    return shlex.join(parts)
 
 
 def _described(source: str) -> str:
@@ -269,8 +251,10 @@ def _described(source: str) -> str:
     )
 
 
-def _parse_axes(text: str) -> dict[str, int]:
-    """`data=2,model=4` as a mapping of axis name to size."""
+def _axes(arguments: argparse.Namespace) -> dict[str, int] | None:
+    """`data=2,model=4` of --mesh as a mapping of axis name to size; None without --mesh."""
+    if (text := arguments.mesh) is None:
+        return None
     axes: dict[str, int] = {}
     for part in text.split(","):
         match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=\s*(\d{1,7})\s*", part)
@@ -280,14 +264,10 @@ def _parse_axes(text: str) -> dict[str, int]:
     return axes
 
 
-def _axes_text(axes: Mapping[str, int]) -> str:
-    return ",".join(f"{axis}={size}" for axis, size in axes.items())
-
-
 def _mesh(topology: str | None, axes: Mapping[str, int] | None, *, compiled: bool) -> Any:
     """The mesh to plan for; None is one device."""
     if topology is not None:
-        return compiled_mesh(topology, axes) if compiled else arithmetic_mesh(topology, axes)
+        return (lazymodel.topology if compiled else lazymodel.arithmetic_mesh)(topology, axes)
     if axes is None:  # one device that does not exist, of unknown kind
         return None if compiled else AbstractMesh((1,), ("model",))
     sizes, names = tuple(axes.values()), tuple(axes)
@@ -295,14 +275,14 @@ def _mesh(topology: str | None, axes: Mapping[str, int] | None, *, compiled: boo
         return AbstractMesh(sizes, names, (AxisType.Auto,) * len(names))
     if (needed := math.prod(sizes)) > jax.device_count():
         raise LazyModelError(
-            f"mesh {_axes_text(axes)} has {needed} devices and this machine {jax.device_count()}; "
+            f"mesh {dict(axes)} has {needed} devices and this machine {jax.device_count()}; "
             "name the devices to compile for with --topology"
         )
     return jax.sharding.Mesh(np.asarray(jax.devices()[:needed]).reshape(sizes), names)
 
 
-def _model(source: str, arguments: argparse.Namespace, dtype: str | None, built: WhatIf) -> AbstractModel[Any]:
-    options = storage_options(arguments)
+def _model(source: str, arguments: argparse.Namespace, built: lazymodel.WhatIf) -> AbstractModel[Any]:
+    options, dtype = storage_options(arguments), arguments.dtype
     if is_imported(source):
         if options:
             raise LazyModelError("--storage-option is for URLs; a factory decides for itself")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
+from safetensors.numpy import save_file
 
 import lazymodel as lm
 from tests.conftest import needs_libtpu
@@ -91,9 +94,12 @@ def test_hosts_of_cards_are_not_known_unless_they_are_stated() -> None:
     cards = trained.shard(lm.arithmetic_mesh("H100:16"), RULES)
     plan = cards.plan()
     assert plan.offloaded_nbytes == 32 * MIB and plan.host_memory is None
-    assert any("hosts of these devices are unknown" in note for note in plan.notes)
-    stated = cards.plan(fleet=lm.Fleet(hosts=2))
+    assert "number of hosts unknown, one assumed; set hosts=…" in plan.notes
+    stated = cards.plan(hosts=2)
     assert stated.offloaded_nbytes == 16 * MIB and not any("unknown" in note for note in stated.notes)
+    for hosts, message in ((3, "hosts=3 do not divide the 16 devices"), (0, "hosts is a number of hosts, from 1")):
+        with pytest.raises(lm.LazyModelError, match=message):
+            cards.plan(hosts=hosts)
 
 
 @needs_libtpu
@@ -120,15 +126,22 @@ def test_slots_that_are_only_stated_lie_there_too() -> None:
     assert MIB // 4 < plan.offloaded_nbytes / 8 < MIB // 3 and MIB // 4 < plan.parts["parameters"] < MIB // 3
 
 
-def test_the_smallest_slice_leaves_out_what_hosts_keep() -> None:
-    trained = {
-        kind: abstract_model().with_optimizer(optax.adam(1e-3), memory_kind=kind) for kind in (None, "pinned_host")
-    }
-    found = {
-        kind: lm.smallest_topology(model, "v5e", "auto", device_memory="9MiB", compile=None).smallest.name
-        for kind, model in trained.items()
-    }
-    assert found == {None: "v5e:2x4", "pinned_host": "v5e:2x2"}
+def test_the_group_is_in_the_peak_where_it_is_exchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four hosts hold the same: each reads a part, and the devices gather the whole."""
+    save_file({"w": np.zeros((4096, 1024), "float32"), "small": np.zeros(16, "float32")}, tmp_path / "w.safetensors")
+    model = lm.build_abstract(lambda: {"w": jnp.zeros((4096, 1024)), "small": jnp.zeros((16,))})
+    sharded = model.shard(AbstractMesh((4, 2), ("data", "model")), {"w": P(None, "model"), "small": P()})
+    with lm.open_checkpoint(tmp_path / "w.safetensors") as ckpt:
+        plans = {way: sharded.plan(ckpt, hosts=4, replicas=way) for way in ("read", "exchange", None)}
+        monkeypatch.setattr(type(ckpt["w"].source.reader), "remote", True)
+        remote = sharded.plan(ckpt, hosts=4)
+    held = plans["read"].device_nbytes
+    assert plans["read"].peak_nbytes == plans[None].peak_nbytes == held
+    # A device reads 2 MiB, sends halves of it to its neighbour, and gathers 8 MiB.
+    assert plans["exchange"].peak_nbytes == remote.peak_nbytes == held + (2 + 2 + 8) * MIB
+    for wrong in (sharded.plan, model.materialize):
+        with pytest.raises(lm.LazyModelError, match="expected replicas="):
+            wrong(replicas="once")
 
 
 @needs_libtpu

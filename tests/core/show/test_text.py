@@ -70,6 +70,6 @@ def test_device_memory_is_refused_everywhere(model: lm.AbstractModel, capsys: An
     with pytest.raises(lm.LazyModelError, match="^device_memory"):
         model.plan().check(device_memory=value)
     with pytest.raises(lm.LazyModelError, match="^device_memory"):
-        lm.smallest_topology(model, "v5e", {}, device_memory=value, compile=None)
+        lm.plans(model, "v5e-1", device_memory=value)
     assert main(["plan", "no:where", "--device-memory", str(value)]) == 2
     assert "--device-memory" in capsys.readouterr().err

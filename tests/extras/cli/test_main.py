@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -115,7 +116,7 @@ def test_plan(factory, capsys):
     out, err = capsys.readouterr()
     assert err == ""
     assert "make: plan for 1 variable, 1.00 MiB" in out
-    assert "each of 8 devices, on the most loaded: 128.00 KiB resident" in out
+    assert "most loaded of 8 devices: 128.00 KiB resident" in out
     assert "device memory: 1.00 MiB; fits without activations, 896.00 KiB to spare" in out
     assert main(["plan", factory, "--mesh", "model=8", "--device-memory", "100KiB"]) == 1
     assert "does not fit, 28.00 KiB short" in capsys.readouterr().out
@@ -124,7 +125,8 @@ def test_plan(factory, capsys):
 
 
 def test_plan_knows_what_lies_on_hosts(factory, capsys):
-    at = ["plan", factory, "--topology", "v5e-8", "--optimizer", "adam", "--optimizer-on-host", "--json"]
+    at = ["plan", factory, "--topology", "v5e-8", "--mesh", "model=8", "--optimizer", "adam", "--optimizer-on-host"]
+    at += ["--json"]
     assert main([*at, "--host", ".*kernel"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert (plan["device_nbytes"], plan["offloaded_nbytes"], plan["host_memory"]) == (0, 3 << 20, 384 << 30)
@@ -132,30 +134,35 @@ def test_plan_knows_what_lies_on_hosts(factory, capsys):
 
 
 def test_plan_knows_devices_that_are_not_here(factory, capsys):
-    assert main(["plan", factory, "--topology", "v5e:2x4", "--optimizer", "adam", "--json"]) == 0
+    assert main(["plan", factory, "--topology", "v5e:2x4", "--mesh", "model=8", "--optimizer", "adam", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert (plan["num_devices"], plan["fits"], plan["mesh"]) == (8, True, {"model": 8})
     assert plan["parts"] == {"parameters": 2**17, "optimizer state": 2**18, "gradients": 2**17}
     assert plan["counted"] == dict.fromkeys(plan["parts"], "float32")
     assert plan["device_memory"] > 15 * 2**30
-    options = "--topology v5e:2x4 --optimizer adam --moments bf16 --master-weights fp32 --json"
+    options = "--topology v5e:2x4 --mesh model=8 --optimizer adam --moments bf16 --master-weights fp32 --json"
     assert main(["plan", factory, *options.split()]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["parts"] == dict.fromkeys(plan["parts"], 2**17)
     assert plan["counted"]["optimizer state"] == "bfloat16"
 
 
-def test_plan_compares(factory, capsys, tmp_path):
+def test_plan_of_several_topologies_ends_with_the_command_that_fits(factory, capsys, tmp_path):
     page = tmp_path / "plan.html"
-    topologies = ["--topology", "v5e-8", "--topology", "v2-8"]
-    command = ["plan", factory, *topologies, "--mesh", "model=8", "--mesh", "data=2,model=4"]
-    assert main([*command, "--html", str(page)]) == 0
-    out = capsys.readouterr().out
-    assert "make: 4 plans" in out
-    assert "v5e-8, data=2,model=4" in out
+    command = ["plan", factory, "--topology", "v5e-1", "--topology", "v5e-8", "--optimizer", "adam"]
+    assert main([*command, "--device-memory", "1MiB", "--html", str(page)]) == 0
+    out, err = capsys.readouterr()
+    rows = [line.split() for line in out.splitlines() if line.startswith("v5e-")]
+    assert err == "" and rows[0][0] == "v5e-1" and "does not fit" in out
+    assert rows[1] == ["v5e-8", "8", "fsdp=8", "–", "512.00", "KiB", "512.00", "KiB", "–", "fits"]
     assert page.read_text().startswith("<!DOCTYPE html>")
-    assert main([*command, "--device-memory", "1KiB"]) == 1
-    assert capsys.readouterr().out.count("does not fit") == 4
+    last = out[out.rindex("lazymodel plan") :].replace("\\\n", " ")
+    assert main(shlex.split(last)[1:]) == 0
+    assert "device memory: 1.00 MiB; fits without activations, 512.00 KiB to spare" in capsys.readouterr().out
+    assert main([*command[:-4], "--optimizer", "adam", "--device-memory", "1KiB", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["schema"], found["best"], found["shell"]) == ("lazymodel.plans/1", None, "")
+    assert found["rows"][0]["changes"] == {"memory_kind": "pinned_host"}  # all that can be done
 
 
 @pytest.mark.parametrize(
@@ -169,6 +176,7 @@ def test_plan_compares(factory, capsys, tmp_path):
         ("--topology v5e-8 --topology v5e-9", "there is no TPU slice 'v5e-9'"),
         ("--topology H100", "'H100' is a GPU without a number; write how many"),
         ("--topology H100:8 --compile init", "plan for them by arithmetic"),
+        ("--topology v5e-8 --topology v5e-4 --compile init", "--compile takes one --topology"),
         ("--topology v5e-8 --mesh model=6", "do not make the 8 devices"),
         ("--batch 4", "--batch was given without --sequence"),
         ("--moments bf16", "--moments was given without --optimizer"),
@@ -285,7 +293,7 @@ def test_rules_that_cannot_be_used(factory, capsys, name, text, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--mesh model=8 --mesh model=4", "explain takes one --mesh"),
+        ("--topology v5e-8 --topology v5e-4", "explain takes one --topology"),
         ("", "explain needs devices; pass --topology or --mesh"),
         ("--mesh model=8 --variable dense/kernl", "'dense/kernl' is not a variable of make; closest: 'dense/kernel'"),
         ("--mesh model=8 --rules r.json --host x", "pass either --host or --rules"),
@@ -322,7 +330,7 @@ def test_warnings_of_rules_are_shown(tmp_path, monkeypatch, capsys):
 def test_hints_name_options(factory, capsys):
     assert main(["plan", factory, "--mesh", "model=8"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "activations (--compile … counts and --batch …, --sequence … estimates them)" in out
+    assert "activations (add --batch and --sequence for an estimate, --compile for the compiler's count)" in out
     assert main(["plan", factory, "--mesh", "model=1", "--device-memory", "3MiB", "--optimizer", "adam"]) == 1
     assert "in hosts' memory (--optimizer-on-host)" in " ".join(capsys.readouterr().out.split())
 
@@ -413,13 +421,12 @@ def missing(name):
     raise importlib.metadata.PackageNotFoundError(name)
 
 
-def test_plan_of_a_fleet(factory, capsys):
-    """Hosts that share nothing and hosts that hold replicas, on devices that are mere numbers."""
-    numbers = ["--hosts", "4", "--storage-bandwidth", "1MiB/s", "--link-bandwidth", "1MiB/s"]
-    assert main(["plan", factory, "--mesh", "data=4,model=2", *numbers, "--json"]) == 0
-    ways = json.loads(capsys.readouterr().out)["ways"]
-    assert ways["exchange"]["total_read_nbytes"] == 512 * 512 * 4
-    assert ways["read"]["seconds"] is not None
+def test_hosts_are_stated(factory, capsys):
+    command = ["plan", factory, "--topology", "H100:8", "--mesh", "model=8", "--host", ".*kernel"]
+    assert main(command) == 0
+    assert "number of hosts unknown, one assumed; set --hosts\n" in capsys.readouterr().out
+    assert main([*command, "--hosts", "4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["offloaded_nbytes"] == 2**20 // 4
 
 
 NOISE = (

@@ -211,20 +211,6 @@ def test_what_a_function_leaves_unused_is_on_the_device_all_the_same(mesh8: Mesh
     assert plan.parts["activations"] >= 2 * x.size * 4
 
 
-def test_searching() -> None:
-    big = lm.build_abstract(lambda key: jax.random.normal(key, (4096, 65536 * 4)), jax.random.key(0))
-    rules = {".*": P("model")}
-    alone = lm.smallest_topology(big, "v5e", rules, compile=None).smallest
-    trained = lm.smallest_topology(big.with_optimizer(optax.adam(1e-3)), "v5e", rules, compile=None).smallest
-    stated = lm.smallest_topology(big, "v5e", rules, what_if=lm.WhatIf(optimizer="adam"), compile=None).smallest
-    assert alone.num_devices < trained.num_devices == stated.num_devices
-    assert trained.device_nbytes == (stated.device_nbytes or 0) + 4
-    with pytest.raises(lm.LazyModelError, match="has an optimizer already"):
-        lm.smallest_topology(
-            big.with_optimizer(optax.sgd(0.1)), "v5e", rules, what_if=lm.WhatIf(optimizer="adam"), compile=None
-        )
-
-
 def test_nnx_and_linen_models_have_optimizers_too() -> None:
     pytest.importorskip("flax")
     from flax import linen, nnx

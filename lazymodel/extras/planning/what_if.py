@@ -1,19 +1,16 @@
-"""Memory in use: parameters, optimizer state, gradients, changes of a `WhatIf`, and a transformer's activations.
+"""`WhatIf`: what the use of a model adds to it, by arithmetic: optimizers, LoRA, quantization, activations.
 
-State that the model has (`with_optimizer`, a compiled Keras model) consists of variables; its gradients are of what
-that optimizer trains. All else is arithmetic on shapes, dtypes, roles and shardings; `_plan/make` gets the compiler's
-numbers.
+State that the model has (`with_optimizer`, a compiled Keras model) consists of variables, which `_plan/use` counts. All
+else is arithmetic on shapes, dtypes, roles and shardings; `compiled` gets the compiler's numbers.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,20 +18,17 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from lazymodel._abstract.framework import ModelSpec
-from lazymodel._abstract.variable import (
-    in_memory,
-    is_offloaded,
-    matched_paths,
-    offloaded_nbytes,
-    resident_nbytes,
-    stays_on_host,
-)
+from lazymodel._abstract.variable import Placement, in_memory, is_offloaded, matched_paths, stays_on_host
+from lazymodel._compile import Compile
+from lazymodel._devices.hardware import is_arithmetic
 from lazymodel._errors import LazyModelError
+from lazymodel._plan.use import LORA, OPTIMIZER, Activations, Held, Use, gradients, own_trained, own_use, struct_nbytes
 from lazymodel._sharding.describe import describe
 from lazymodel._sharding.follow import lora_shardings
 from lazymodel._sharding.roles import DATA_AXES, HEADS
 from lazymodel._show.text import closest, grouped_by, plural
 from lazymodel._tensors.shards import mesh_size, spec_axes
+from lazymodel.extras.planning.compiled import Pair, Training, count_compiled
 
 REMATS = ("attention", "full")
 
@@ -138,9 +132,6 @@ def _batch_parts(shardings: Mapping[str, Sharding]) -> int:
     return math.prod(size for axis, size in (mesh.shape if mesh else {}).items() if axis in DATA_AXES)
 
 
-PARAMETERS, LORA, OPTIMIZER, GRADIENTS = "parameters", "LoRA", "optimizer state", "gradients"
-ACTIVATIONS = "activations"
-
 # Arrays of a parameter's shape that an optimizer keeps for each: moments, accumulators, velocities.
 _SLOTS = {
     "sgd": 0,
@@ -156,7 +147,6 @@ _SMALLEST_QUANTIZED = 4096  # elements; smaller matrices are biases of attention
 _SCALE_NBYTES = 4  # a float32 for each column
 
 StatedOptimizer: TypeAlias = "str | int | Sequence[Any]"
-Pair: TypeAlias = "tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,8 +167,7 @@ class WhatIf:
         master_weights: Dtype of a copy that the optimizer updates for each trained parameter of another dtype, such as
             `"float32"`; it counts as optimizer state. None means no copy.
         batch: Batch size; `sequence` is the number of tokens of each sequence. Estimates activations of a dense
-            transformer, of a training step with an optimizer, otherwise of a forward pass. See
-            `lazymodel._plan.what_if`.
+            transformer, of a training step with an optimizer, otherwise of a forward pass.
         remat: What a training step computes again: `"attention"` the scores of attention, which flash attention does
             not keep either, `"full"` whole layers; None means nothing.
 
@@ -232,161 +221,131 @@ class WhatIf:
         return _LORA_TARGETS if self.lora_targets is None else self.lora_targets
 
 
-class Held(NamedTuple):
-    """An array that a model holds for a variable while it is used."""
-
-    kind: str  # such as `PARAMETERS`
-    path: str  # of the variable
-    dtype: str
-    nbytes: int  # of the whole array
-    device_nbytes: int  # on each of the variable's devices
-    host_nbytes: int = 0  # on a host for each of these devices
-
-
-class Use:
-    """Memory of a model in use: shards as materialized, LoRA pairs, slots, state and gradients.
-
-    Attributes:
-        held: One row for each array that is held.
-        notes: How the numbers were computed.
-        shard_nbytes: Path → bytes on each of its devices, as materialized.
-        state: Paths of the model's own optimizer state.
-        pairs: Path → its LoRA pair.
-        trained: Path → what the optimizer updates there: its own struct, or its pair.
-    """
-
-    def __init__(self, model: ModelSpec, shardings: Mapping[str, Sharding], what_if: WhatIf) -> None:
-        self.notes: list[str] = []
-        self.shard_nbytes = {path: resident_nbytes(variable) for path, variable in model.items()}
-        self.state = tuple(path for path, variable in model.items() if variable.follows is not None)
-        self._check_one_optimizer(model, what_if)
-        self.pairs: dict[str, Pair] = {}
-        if what_if.lora_rank is not None:
-            self.pairs = _pairs(model, shardings, what_if.lora_rank, what_if.targets)
-            self.notes.append(f"LoRA of rank {what_if.lora_rank} on {len(self.pairs)} variables; all others are frozen")
-        # The dtypes of the slots of a `WhatIf`'s optimizer, None for the parameter's own; None without an optimizer.
-        self._slots = None if what_if.optimizer is None else slot_dtypes(what_if.optimizer)
-        self._slots_memory = what_if.memory_kind
-        self._moments = _float_dtype("moments", what_if.moments)
-        self._master = _float_dtype("master_weights", what_if.master_weights)
-        self.trained = self._trained(model, shardings)
-        self.held: list[Held] = []
-        for path, each in model.items():
-            kind = PARAMETERS if each.follows is None else OPTIMIZER
-            amounts = each.nbytes, self.shard_nbytes[path], offloaded_nbytes(each)
-            self.held.append(Held(kind, path, each.dtype.name, *amounts))
-        stated = {path: tuple(itertools.chain(*slots)) for path, slots in self.slot_structs().items()}
-        for kind, structs in ((LORA, self.pairs), (OPTIMIZER, stated), (GRADIENTS, self.trained)):
-            for path, some in structs.items():
-                for struct in some:
-                    shape = struct.shape if struct.sharding is None else struct.sharding.shard_shape(struct.shape)
-                    away = kind == OPTIMIZER and is_offloaded(struct.sharding)
-                    nbytes = math.prod(shape) * struct.dtype.itemsize
-                    amounts = struct.size * struct.dtype.itemsize, nbytes * (not away), nbytes * away
-                    self.held.append(Held(kind, path, struct.dtype.name, *amounts))
-        self.quantized = ""
-        if what_if.quantize is not None:
-            self._quantize(model, shardings, what_if.quantize)
-
-    @functools.cached_property
-    def offloaded(self) -> dict[str, int]:
-        """Path → bytes that a host keeps for each device."""
-        return dict(+self._sum(self.held, "host_nbytes"))
-
-    @functools.cached_property
-    def parts(self) -> dict[str, collections.Counter[str]]:
-        """Kind → path → bytes that each of its devices holds."""
-        rows = grouped_by(self.held, lambda row: row.kind)
-        kinds = (PARAMETERS, LORA, OPTIMIZER, GRADIENTS)
-        return {kind: self._sum(rows.get(kind, ()), "device_nbytes") for kind in kinds}
-
-    @staticmethod
-    def _sum(rows: Iterable[Held], column: str) -> collections.Counter[str]:
-        """Path → the sum of a column."""
-        sums = collections.Counter[str]()
-        for row in rows:
-            sums[row.path] += getattr(row, column)
-        return sums
-
-    def dtypes(self, kind: str) -> str:
-        """The dtypes with at least a hundredth of the bytes of a kind, largest first."""
-        totals: collections.Counter[str] = collections.Counter()
-        for row in self.held:
-            totals[row.dtype] += row.nbytes * (row.kind == kind)
-        found = [name for name, nbytes in totals.most_common() if nbytes and 100 * nbytes >= totals.total()]
-        return ", ".join([*([self.quantized] if self.quantized and kind == PARAMETERS else []), *found])
-
-    def slot_structs(self) -> dict[str, tuple[tuple[jax.ShapeDtypeStruct, ...], ...]]:
-        """Path → slots of a `WhatIf`'s optimizer, for each array that is trained there."""
-
-        def slots(s: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, ...]:
-            dtypes = [dtype or self._moments or s.dtype for dtype in self._slots or ()]
-            if self._master not in (None, s.dtype):
-                dtypes.append(self._master)
-            sharding = in_memory(s.sharding, self._slots_memory, "optimizer state")
-            return tuple(jax.ShapeDtypeStruct(s.shape, dtype, sharding=sharding) for dtype in dtypes)
-
-        return {path: tuple(map(slots, structs)) for path, structs in self.trained.items()}
-
-    def argument_nbytes(self, what: str) -> int:
-        """Bytes on a device of the arguments of a compiled `"forward"` or `"train"`; forward has no `WhatIf` slots."""
-        kinds = (PARAMETERS, LORA, OPTIMIZER) if what == "train" else (PARAMETERS, LORA)
-        own = 0 if what == "train" else sum(self.shard_nbytes[path] for path in self.state)
-        return own + sum(row.device_nbytes for row in self.held if row.kind in kinds)
-
-    def _check_one_optimizer(self, model: ModelSpec, what_if: WhatIf) -> None:
-        for name in ("optimizer", "lora_rank"):
-            if model.optimized is not None and (given := getattr(what_if, name)) is not None:
-                state = f"{len(self.state)} variables of state, such as {self.state[0]!r}" if self.state else "no state"
-                raise LazyModelError(
-                    f"{name}={given!r} adds training, and {model.name} has an optimizer already ({state}), which is "
-                    f"counted; leave {name} out, or plan the model without its own optimizer"
-                )
-
-    def _trained(
-        self, model: ModelSpec, shardings: Mapping[str, Sharding]
-    ) -> dict[str, tuple[jax.ShapeDtypeStruct, ...]]:
-        if self._slots is None and model.optimized is None:
-            return {}
-        trained: dict[str, tuple[jax.ShapeDtypeStruct, ...]] = {**self.pairs}
-        if not trained:
-            own = (each for each in model.values() if each.trainable and each.follows is None)
-            floats = [each.path for each in own if jax.numpy.issubdtype(each.dtype, np.inexact)]
-            for path in floats if model.optimized is None else model.optimized.paths:
-                variable = model[path]
-                trained[path] = (jax.ShapeDtypeStruct(variable.shape, variable.dtype, sharding=shardings[path]),)
-        how = f"training with the model's own optimizer: {len(self.state):,} variables of state"
-        if self._slots is not None:
-            how = f"training: {plural(len(self._slots), 'optimizer slot')} each"
-        master = "" if self._master is None else f", and master weights in {self._master.name}"
-        self.notes.append(f"{how} for {sum(map(len, trained.values())):,} trainable variables{master}")
-        return trained
-
-    def _quantize(self, model: ModelSpec, shardings: Mapping[str, Sharding], mode: str) -> None:
-        roles = describe(model.variables)
-        count = 0
-        for place, row in enumerate(self.held[: len(model)]):
-            path, variable = row.path, model[row.path]
-            floating = jax.numpy.issubdtype(variable.dtype, np.floating) and variable.dtype.itemsize > 1
-            matrix = floating and len(variable.shape) >= 2 and variable.size >= _SMALLEST_QUANTIZED
-            other = variable.follows is not None or roles[path].role == "lora" or stays_on_host(variable)
-            if other or not matrix:
-                continue
-            if path in self.trained and path not in self.pairs:
-                raise LazyModelError(
-                    f"quantize={mode!r} takes {path!r} too, which is trained, and quantized parameters cannot be "
-                    "trained; add lora_rank, or plan the model without optimizer"
-                )
-            shard = shardings[path].shard_shape(variable.shape)
-            columns = math.prod(shard) // max(shard[-2], 1)
-            nbytes = -(-math.prod(shard) * _QUANTIZED_BITS[mode] // 8) + columns * _SCALE_NBYTES
-            where = "host_nbytes" if row.host_nbytes else "device_nbytes"
-            self.held[place] = row._replace(**{where: nbytes})
-            count += 1
-        self.quantized = mode if count else ""
-        self.notes.append(
-            f"{mode}: {count} matrices are quantized after they are materialized, one by one, with a scale a column"
+def described_use(model: ModelSpec, placement: Placement, what_if: WhatIf | None, compile: Compile | None) -> Use:
+    """What a model holds in use with the additions of a `WhatIf`, and with the compiler's numbers for a `Compile`."""
+    what_if = _checked(model, what_if, compile)
+    shardings = placement.shardings
+    use, training = own_use(model, shardings), _training(model, shardings, what_if)
+    if what_if.lora_rank is not None:
+        use.notes.append(f"LoRA of rank {what_if.lora_rank} on {len(training.pairs)} variables; all others are frozen")
+    for path, pair in training.pairs.items():
+        use.held += (Held(LORA, path, struct.dtype.name, *struct_nbytes(struct)) for struct in pair)
+    if what_if.optimizer is not None:
+        use.notes.append(_training_text(what_if, training))
+        for path, slots in training.slots.items():
+            for struct in itertools.chain(*slots):
+                nbytes, shard = struct_nbytes(struct)
+                away = is_offloaded(struct.sharding)
+                use.held.append(Held(OPTIMIZER, path, struct.dtype.name, nbytes, shard * (not away), shard * away))
+        use.held += gradients(training.trained)
+    if what_if.quantize is not None:
+        _quantize(use, model, shardings, what_if.quantize, training)
+    if what_if.batch is not None and what_if.sequence is not None:
+        nbytes, note = estimate_activations(
+            model,
+            shardings,
+            batch=what_if.batch,
+            sequence=what_if.sequence,
+            remat=what_if.remat,
+            training=bool(training.trained),
         )
+        use.activations = Activations(nbytes, "estimated")
+        use.notes.append(note)
+    if compile is not None and compile.is_use:
+        count_compiled(model, use, training, compile)
+    return use
+
+
+def stated(what_if: WhatIf | None) -> WhatIf:
+    """The user's `WhatIf`, or one without additions; raises LazyModelError for anything else."""
+    given: Any = WhatIf() if what_if is None else what_if
+    if not isinstance(given, WhatIf):
+        raise LazyModelError(f'what_if is a lazymodel.WhatIf, such as WhatIf(optimizer="adamw"); got {given!r}')
+    return given
+
+
+def _checked(model: ModelSpec, what_if: WhatIf | None, compile: Compile | None) -> WhatIf:
+    """Completes the user's `WhatIf` with the optimizer of a compiled training step; raises if they conflict."""
+    if not isinstance(cast("Any", compile), Compile | None):
+        raise LazyModelError(f'compile is a lazymodel.Compile, such as Compile("forward"); got {compile!r}')
+    what_if = stated(what_if)
+    for name in ("optimizer", "lora_rank"):
+        if model.optimized is not None and (given := getattr(what_if, name)) is not None:
+            state = [path for path, variable in model.items() if variable.follows is not None]
+            text = f"{len(state)} variables of state, such as {state[0]!r}" if state else "no state"
+            raise LazyModelError(
+                f"{name}={given!r} adds training, and {model.name} has an optimizer already ({text}), which is "
+                f"counted; leave {name} out, or plan the model without its own optimizer"
+            )
+    if compile is None:
+        return what_if
+    what = f"compiling {compile.name if compile.is_step else repr(compile.what)}"
+    for name, conflicts, why in (
+        ("quantize", compile.is_use, "is arithmetic, and the program is of the model as it is; build it quantized"),
+        ("batch", compile.is_use, "estimates them; leave one out"),
+        ("lora_rank", compile.is_called, "adds pairs, and the program is of the model as it is; build it with LoRA"),
+    ):
+        if conflicts and (given := getattr(what_if, name)) is not None:
+            raise LazyModelError(f"{what} counts activations, and {name}={given!r} {why}")
+    if any(is_arithmetic(variable.sharding) for variable in model.values()):
+        hint = "make it with lazymodel.topology, or plan without compile"
+        raise LazyModelError(f"{what} needs devices to compile for, and this mesh is only for arithmetic; {hint}")
+    if compile.what == "train" and what_if.optimizer is None and model.optimized is None:
+        return dataclasses.replace(what_if, optimizer="sgd")
+    return what_if
+
+
+def _training(model: ModelSpec, shardings: Mapping[str, Sharding], what_if: WhatIf) -> Training:
+    pairs = _pairs(model, shardings, what_if.lora_rank, what_if.targets) if what_if.lora_rank is not None else {}
+    trained: dict[str, tuple[jax.ShapeDtypeStruct, ...]] = {}
+    if what_if.optimizer is not None or model.optimized is not None:
+        trained = {**pairs} or own_trained(model, shardings)
+    stated = () if what_if.optimizer is None else slot_dtypes(what_if.optimizer)
+    moments = _float_dtype("moments", what_if.moments)
+    master = _float_dtype("master_weights", what_if.master_weights)
+
+    def slots(s: jax.ShapeDtypeStruct) -> tuple[jax.ShapeDtypeStruct, ...]:
+        dtypes = [dtype or moments or s.dtype for dtype in stated]
+        if master not in (None, s.dtype):
+            dtypes.append(master)
+        sharding = in_memory(s.sharding, what_if.memory_kind, "optimizer state")
+        return tuple(jax.ShapeDtypeStruct(s.shape, dtype, sharding=sharding) for dtype in dtypes)
+
+    return Training(pairs, trained, {path: tuple(map(slots, structs)) for path, structs in trained.items()})
+
+
+def _training_text(what_if: WhatIf, training: Training) -> str:
+    count = plural(len(slot_dtypes(what_if.optimizer)), "optimizer slot")
+    copies = _float_dtype("master_weights", what_if.master_weights)
+    master = "" if copies is None else f", and master weights in {copies.name}"
+    return f"training: {count} each for {sum(map(len, training.trained.values())):,} trainable variables{master}"
+
+
+def _quantize(use: Use, model: ModelSpec, shardings: Mapping[str, Sharding], mode: str, training: Training) -> None:
+    roles = describe(model.variables)
+    count = 0
+    for place, row in enumerate(use.held[: len(model)]):
+        path, variable = row.path, model[row.path]
+        floating = jax.numpy.issubdtype(variable.dtype, np.floating) and variable.dtype.itemsize > 1
+        matrix = floating and len(variable.shape) >= 2 and variable.size >= _SMALLEST_QUANTIZED
+        other = variable.follows is not None or roles[path].role == "lora" or stays_on_host(variable)
+        if other or not matrix:
+            continue
+        if path in training.trained and path not in training.pairs:
+            raise LazyModelError(
+                f"quantize={mode!r} takes {path!r} too, which is trained, and quantized parameters cannot be "
+                "trained; add lora_rank, or plan the model without optimizer"
+            )
+        shard = shardings[path].shard_shape(variable.shape)
+        columns = math.prod(shard) // max(shard[-2], 1)
+        nbytes = -(-math.prod(shard) * _QUANTIZED_BITS[mode] // 8) + columns * _SCALE_NBYTES
+        where = "host_nbytes" if row.host_nbytes else "device_nbytes"
+        use.held[place] = row._replace(**{where: nbytes})
+        count += 1
+    use.quantized = mode if count else ""
+    use.notes.append(
+        f"{mode}: {count} matrices are quantized after they are materialized, one by one, with a scale a column"
+    )
 
 
 def slot_dtypes(optimizer: Any) -> tuple[Any, ...]:

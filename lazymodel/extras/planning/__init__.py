@@ -1,0 +1,1 @@
+"""What-ifs of plans, and the search for devices on which a model fits."""
