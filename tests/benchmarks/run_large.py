@@ -6,11 +6,10 @@ FOLDER gets a checkpoint of Gemma 2 9B's shapes as transformers names them, 17.2
 there. Every way is a process of its own, by turns; peaks are of private memory over what it held before:
 
 - `ours`: opening the folder, and `abstract.run` to the last hidden state of 128 tokens, with `--memory` as the limit.
-- `computing`: the same with variables that are there already: only programs are compiled and run.
 - `reading`: only what the run reads, in its order, with nothing to compute.
 - `saved`, `saved-reading`: the same from FOLDER-saved, which `lazymodel.save` wrote: there is nothing to transpose.
 - `transformers`: `device_map={"": "disk"}` with an `offload_folder`; needs torch, transformers and accelerate.
-- `initial`, `initial-computing`: `run` without a checkpoint, and with variables that are there already.
+- `initial`: `run` without a checkpoint.
 - `statistics`: `lazymodel.statistics` of the initial values.
 - `norms`: the norm of the gradient of every variable, from the folder.
 
@@ -23,17 +22,14 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import starmap
 from pathlib import Path
 from typing import Any
 
 import _measure
 
-WAYS = (
-    "ours", "computing", "reading", "saved", "saved-reading", "transformers", "initial", "initial-computing",
-    "statistics", "norms",
-)  # fmt: skip
+WAYS = ("ours", "reading", "saved", "saved-reading", "transformers", "initial", "statistics", "norms")
 CONFIG = {
     "vocab_size": 256000, "num_attention_heads": 16, "num_key_value_heads": 8, "hidden_size": 3584,
     "intermediate_size": 14336, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096,
@@ -88,31 +84,6 @@ def norms(model: Any, tokens: Any) -> list[Any]:
     return [jnp.sqrt(jnp.sum(jnp.square(each.astype("float32")))) for each in gradients]
 
 
-def there_already() -> None:
-    """Variables do not arrive from a stream or an init program, but are there: one array for each shape."""
-    import jax
-
-    from lazymodel.extras.run import run
-
-    known: dict[Any, Any] = {}
-
-    def array(shape: Any, dtype: Any, sharding: Any) -> Any:
-        key = (tuple(shape), dtype, sharding)
-        if key not in known:
-            known[key] = jax.device_put(jax.numpy.full(shape, 0.01, dtype), sharding)
-        return known[key]
-
-    def read_items(items: Sequence[Any], limit: int) -> Iterator[Any]:
-        for item in items:
-            yield item, array(item.shape, item.dtype, item.sharding)
-
-    def make(variables: Any, path: str) -> Any:
-        variable = variables.model[path]
-        return array(variable.shape, variable.dtype, variables.shardings[path])
-
-    run.read_items, run._Variables.make = read_items, make  # pyright: ignore
-
-
 def only_read() -> list[float]:
     """Variables are read and dropped, and nothing runs; the list gets the seconds."""
     from lazymodel.extras.run import run
@@ -148,10 +119,8 @@ def work(way: str, folder: str, layers: str, tokens: str, memory: str) -> dict[s
     ids = jax.block_until_ready(jax.random.randint(jax.random.key(1), (1, int(tokens)), 0, CONFIG["vocab_size"]))
     reports: list[lm.RunReport] = []
     options: dict[str, Any] = {"max_device_memory": memory, "report": reports.append}
-    if way.endswith("computing"):
-        there_already()
     seconds = only_read() if way.endswith("reading") else []
-    loads = way in ("write-saved", "ours", "computing", "reading", "norms")
+    loads = way in ("write-saved", "ours", "reading", "norms")
     with _measure.measured() as found:
         abstract = lk.abstract_from_preset(keras_hub.models.GemmaBackbone, folder, loads, dtype="bfloat16")
         if way.startswith("saved"):
