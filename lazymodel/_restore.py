@@ -113,5 +113,6 @@ def training_state(
     folder = os.path.dirname(folder) if folder.endswith(".json") else folder
     if not (number := os.path.basename(folder)).isdecimal():
         raise CheckpointError(f"{folder}: expected a folder of steps, or a step, whose name is a number")
-    metadata, data = ({}, None) if text is None else read_described(read_json_object(text.encode(), folder), folder)
-    return TrainingState(folder, int(number), metadata, data)
+    if text is None:
+        return TrainingState(folder, int(number), {}, None)
+    return read_described(read_json_object(text.encode(), folder), folder, int(number))

@@ -23,7 +23,7 @@ def test_examples_run(package: str, tmp_path: Path) -> None:
         import keras
 
         if not hasattr(keras.callbacks, "OrbaxCheckpoint"):
-            skipped += ["TrainingCheckpoint", "TrainingState", "training_state", "restore"]
+            skipped += ["TrainingCheckpoint", "training_state", "restore"]
     environment = child_environment(libtpu=package == "lazymodel")  # which compiles in one of the examples
     environment["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
     done = subprocess.run(

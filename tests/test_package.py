@@ -45,7 +45,7 @@ NAMES = {
         adapter maxtext tunix
     """,
     "lazymodel_keras": """
-        TrainingCheckpoint TrainingState abstract_from_preset adapter deferred distribution enable_lora
+        TrainingCheckpoint abstract_from_preset adapter deferred distribution enable_lora
         from_preset leave_out_tensorflow load_model merge_lora restore save_preset streamed_saving training_state
     """,
 }

@@ -31,14 +31,13 @@ from lazymodel_keras._build import enable_lora
 from lazymodel_keras._model.distribution import distribution
 from lazymodel_keras._model.lora import merge_lora
 from lazymodel_keras._tensorflow import leave_out_tensorflow
-from lazymodel_keras._train.callbacks import TrainingCheckpoint, TrainingState, training_state
+from lazymodel_keras._train.callbacks import TrainingCheckpoint, training_state
 from lazymodel_keras._train.restore import restore
 from lazymodel_keras._train.saving import save_preset, streamed_saving
 from lazymodel_keras.hub import abstract_from_preset, deferred, from_preset, load_model
 
 __all__ = [
     "TrainingCheckpoint",
-    "TrainingState",
     "abstract_from_preset",
     "adapter",
     "deferred",

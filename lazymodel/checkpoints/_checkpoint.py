@@ -314,19 +314,23 @@ class TrainingState:
     Attributes:
         path: The folder of the step.
         step: The step's number.
-        metadata: What `save_step` was given.
-        data: The state of a data iterator that `save_step` was given, for its `set_state`; None if there was none.
+        metadata: What `save_step`, or a callback of Keras, was given.
+        data: The state of a data iterator that it was given, for its `set_state`; None if there was none.
+        epoch: The number of completed epochs, Keras' `initial_epoch`; None if it was not saved.
+        batch: Batches of the next epoch that were trained on already.
 
     Example:
         >>> lm.save_step(model, "run", 100, metadata={"loss": 0.25})
         >>> lm.training_state("run")
-        TrainingState(path='run/100', step=100, metadata={'loss': 0.25}, data=None)
+        TrainingState(path='run/100', step=100, metadata={'loss': 0.25}, data=None, epoch=None, batch=0)
     """
 
     path: str
     step: int
     metadata: dict[str, Any]
     data: Any
+    epoch: int | None = None
+    batch: int = 0
 
 
 def described(metadata: Mapping[str, Any] | None, data: Any) -> dict[str, Any]:
@@ -346,12 +350,19 @@ def described(metadata: Mapping[str, Any] | None, data: Any) -> dict[str, Any]:
     return found
 
 
-def read_described(found: Any, folder: str) -> tuple[dict[str, Any], Any]:
-    """Metadata and data state from what `described` returned."""
+_WITH_EPOCH = {"epoch", "batch", "metadata"}  # the metadata of a callback, with the user's inside
+
+
+def read_described(found: Any, folder: str, step: int) -> TrainingState:
+    """The state of training from what `described` returned."""
     try:
         state = found.get("data")
         if isinstance(state, dict) and list(cast("dict[str, Any]", state)) == [_BYTES]:
             state = base64.b64decode(cast("dict[str, str]", state)[_BYTES], validate=True)
-        return dict(found["metadata"]), state
+        metadata = dict(found["metadata"])
+        if set(metadata) != _WITH_EPOCH:
+            return TrainingState(folder, step, metadata, state)
+        epoch, batch, own = int(metadata["epoch"]), int(metadata["batch"]), dict(metadata["metadata"])
+        return TrainingState(folder, step, own, state, epoch, batch)
     except (AttributeError, TypeError, KeyError, ValueError) as error:
         raise CheckpointError(f"{folder}: expected metadata of a step under {KEY!r}, found {error!r}") from error

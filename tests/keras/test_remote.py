@@ -168,7 +168,7 @@ def test_an_orbax_checkpoint_on_s3(s3: S3Server, trained: Any, tmp_path: Path, m
         obstore.put(store, path.relative_to(tmp_path).as_posix(), path)
     options = {name: value for name, value in s3.options().items() if "key" not in name}
     state = lk.training_state(url, storage_options=options)
-    assert state == lk.TrainingState(f"{url}/0", 0, {}, None, 1, 0)
+    assert state == lm.TrainingState(f"{url}/0", 0, {}, None, 1, 0)
     assert_same(trained, lk.restore(seeded(make_model), url, storage_options=options), outputs=False)
     assert_same(trained, lk.load_model(url, storage_options=options), outputs=False)
 

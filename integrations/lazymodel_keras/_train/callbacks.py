@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import functools
 import os
 import re
@@ -19,8 +18,7 @@ from typing import Any, cast
 import jax
 import keras
 
-import lazymodel
-from lazymodel import CheckpointError, LazyModelError, open_checkpoint, save_step
+from lazymodel import CheckpointError, LazyModelError, TrainingState, open_checkpoint, save_step
 from lazymodel._remote.path import RemotePath, location
 from lazymodel._remote.upload import check_writable
 from lazymodel._remote.url import is_url, shown
@@ -294,32 +292,13 @@ class _Describing:
         return getattr(self._checkpointer, name)
 
 
-@dataclasses.dataclass(frozen=True)
-class TrainingState(lazymodel.TrainingState):
-    """The state of training when a checkpoint was saved: `lazymodel.TrainingState` and epochs.
-
-    The stock callback's `step` counts epochs from 0, or batches if `save_freq` is a number.
-
-    Attributes:
-        epoch: The `initial_epoch` for `fit`: the number of completed epochs. None if the stock callback saved it, and
-            the number of updates does not show it.
-        batch: Batches of the next epoch that were trained on already; 0 if epochs were saved.
-
-    Example:
-        >>> state = lk.training_state("checkpoints")  # saved as in the example of `TrainingCheckpoint`
-        >>> state.epoch, state.step, state.metadata
-        (2, 1, {'run': 3})
-    """
-
-    epoch: int | None
-    batch: int
-
-
 def training_state(
     path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
 ) -> TrainingState | None:
-    """The state of training when a checkpoint was saved, by `TrainingCheckpoint` or the stock callback; None if nothing
-    was saved yet, so training begins.
+    """What `lazymodel.training_state` returns, also for steps of `TrainingCheckpoint` on disks and the stock callback.
+
+    The stock callback's `step` counts epochs from 0, or batches if `save_freq` is a number. It saves no epoch: `epoch`
+    is None if the number of updates does not show it.
 
     Args:
         path: The folder of a step, or a folder of steps, from which the newest complete one is used; `~` is the home
@@ -330,8 +309,9 @@ def training_state(
         CheckpointError: It is not such a checkpoint, or the saved state cannot be read.
 
     Example:
-        >>> lk.training_state("checkpoints").epoch  # saved as in the example of `TrainingCheckpoint`
-        2
+        >>> state = lk.training_state("checkpoints")  # saved as in the example of `TrainingCheckpoint`
+        >>> state.epoch, state.step, state.metadata
+        (2, 1, {'run': 3})
     """
     text = os.path.expanduser(os.fspath(path))
     if is_nothing(location(text, storage_options)):
@@ -358,9 +338,5 @@ def training_state(
         # The stock callback's step is an epoch's number from 0, or a number of batches. All epochs have the same number
         # of updates, at least one.
         by_epochs = updates > step and updates % (step + 1) == 0
-        return TrainingState(str(folder), step, {}, None, step + 1 if by_epochs else None, 0)
-    found, data = read_described(ours, str(folder))
-    try:
-        return TrainingState(str(folder), step, dict(found["metadata"]), data, int(found["epoch"]), int(found["batch"]))
-    except (TypeError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{folder}: expected epoch, batch and metadata under {KEY!r}, found {error!r}") from error
+        return TrainingState(str(folder), step, {}, None, step + 1 if by_epochs else None)
+    return read_described(ours, str(folder), step)

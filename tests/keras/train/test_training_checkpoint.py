@@ -225,7 +225,7 @@ def test_steps_come_back_on_another_mesh(
     assert kernel.sharding.shard_shape(kernel.shape) == (4, 32)
     assert_same_state(state(model), lk.restore(seeded(net, 1), f"{where}/2", **stored))
     at = lk.training_state(where, **stored)
-    assert at == lk.TrainingState(f"{where}/2", 2, {"run": 7}, None, 3, 0)
+    assert at == lm.TrainingState(f"{where}/2", 2, {"run": 7}, None, 3, 0)
     assert lk.training_state(f"{where}/1", **stored).epoch == 2
     assert restored.optimizer.iterations == 6
 
@@ -521,8 +521,10 @@ def test_what_cannot_be_saved_with_a_step(tmp_path: Path) -> None:
 
 def test_what_was_saved_with_a_step_may_be_damaged(runs: Runs, tmp_path: Path) -> None:
     save = functools.partial(lm.save, {"a": np.ones(3)}, storage_options=runs.options)
-    save(f"{URL}/4", metadata={"lazymodel": json.dumps({"metadata": {"epoch": "many"}})})
-    with pytest.raises(lm.CheckpointError, match=f"{URL}/4: expected epoch, batch and metadata"):
+    save(f"{URL}/4", metadata={"lazymodel": json.dumps({"metadata": {"epoch": "many", "batch": 0, "metadata": {}}})})
+    with pytest.raises(
+        lm.CheckpointError, match=f"{URL}/4: expected metadata of a step under 'lazymodel', found ValueError"
+    ):
         lk.training_state(URL, storage_options=runs.options)
     save(f"{URL}/5")
     with pytest.raises(lm.CheckpointError, match=f"{URL}: expected a step that a callback for training saved"):
