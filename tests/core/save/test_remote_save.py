@@ -27,6 +27,8 @@ from tests.small import make_small
 WORKER = Path(__file__).with_name("_save_worker.py")
 WRITES = ["PUT", "POST", "DELETE"]
 PART = 4 << 10  # bytes, in stores that take such parts
+# Of one file alone, of one that becomes a shard, of shards, and of shards that get an index first.
+BRIEF = ("single over single", "single over sharded", "sharded", "sharded over loose")
 
 
 @pytest.fixture
@@ -136,7 +138,9 @@ def test_places_that_cannot_be_written_to(url: str, words: str) -> None:
 # Failures -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", FOLDERS)
+@pytest.mark.parametrize(
+    "world", [name if name in BRIEF else pytest.param(name, marks=pytest.mark.large) for name in FOLDERS]
+)
 def test_whichever_request_fails_nothing_is_left_behind(bucket: Bucket, world: str) -> None:
     FOLDERS[world].make(bucket)
     bucket.put("foreign")
