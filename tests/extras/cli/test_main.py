@@ -344,7 +344,8 @@ def planned(monkeypatch):
         found.append((source, storage_options))
         raise lazymodel.LazyModelError("built")
 
-    monkeypatch.setattr("lazymodel.extras.cli.plan.named", lambda framework: SimpleNamespace(from_config=from_config))
+    adapter = SimpleNamespace(from_config=from_config)
+    monkeypatch.setattr("lazymodel.extras.cli.plan.adapter_of", lambda framework: adapter)
     return found
 
 
@@ -443,7 +444,7 @@ def test_of_what_tensorflow_says_only_errors_are_shown_unless_the_log_is_asked_f
         os.write(2, NOISE + ERROR)
         raise lazymodel.LazyModelError("after")
 
-    monkeypatch.setattr("lazymodel.extras.cli.plan.named", imports)
+    monkeypatch.setattr("lazymodel.extras.cli.plan.adapter_of", imports)
     monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL")
     if level is not None:
         monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", level)
