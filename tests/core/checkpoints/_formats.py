@@ -153,6 +153,9 @@ def write(folder: Path) -> None:
     with zipfile.ZipFile(folder / "keras" / "m.keras", "w") as archive:
         archive.writestr("config.json", "{}")
         archive.writestr("model.weights.h5", hdf5(WEIGHTS))
+    with zipfile.ZipFile(folder / "sharded keras" / "m.keras", "w") as archive:
+        for file in sorted((folder / "sharded").iterdir()):
+            archive.write(file, file.name)
     flat = {name.replace("/", "_"): value for name, value in WEIGHTS.items()}
     np.savez(folder / "npz" / "w.npz", **flat)
     np.savez_compressed(folder / "packed" / "w.npz", **flat)
@@ -193,6 +196,7 @@ FORMATS = {
     "sharded": "sharded/model.weights.json",
     "sharded folder": "sharded",
     "keras": "keras/m.keras",
+    "sharded keras": "sharded keras/m.keras",
     "npz": "npz/w.npz",
     "packed": "packed/w.npz",
     "npy": "npy/w.npy",

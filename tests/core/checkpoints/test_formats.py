@@ -5,6 +5,7 @@ the same by URL, over every kind of store.
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -124,6 +125,13 @@ def test_hashes_copies_and_damage(folder: Path, kind: str, tmp_path: Path) -> No
         content = file.read_bytes()
         with pytest.raises(lm.CheckpointError, match=f"expected sha256 {'0' * 64}"):
             lm.open_checkpoint(path, verify={**hashes, str(file): "0" * 64})
+        with lm.open_checkpoint(path) as checkpoint:
+            tensors = [tensor for tensor in checkpoint.values() if tensor.file == str(file)]
+            assert tensors or "split" in kind  # whose first file has metadata only
+            file.write_bytes(content + b"more")
+            if tensors:
+                with pytest.raises(lm.CheckpointError, match=f"{re.escape(file.name)} changed while"):
+                    [tensor.read() for tensor in tensors]
         for damaged in (content[:-40], content[:100], b"version https://git-lfs.github.com/spec/v1\nsize 9\n"):
             file.write_bytes(damaged)
             with pytest.raises(lm.CheckpointError) as error, lm.open_checkpoint(path) as checkpoint:

@@ -1,6 +1,5 @@
 """HDF5 weights: read in place where possible, through h5py where not, and refused where they point elsewhere."""
 
-import json
 import sys
 import tracemalloc
 import zipfile
@@ -323,32 +322,6 @@ def test_compressed_and_broken_archives_are_refused(tmp_path):
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("config.json", "{}")
     refused(path, r"expected model\.weights\.h5 in the archive, found 'config\.json'")
-
-
-def sharded(folder, weight_map=None):
-    one, two = numbers((4, 6)), numbers((3,))
-    with h5py.File(folder / "model_00000.weights.h5", "w") as file:
-        file["layers/dense/vars/0"] = one
-    with h5py.File(folder / "model_00001.weights.h5", "w") as file:
-        file["layers/dense/vars/1"] = two
-        file["vars/0"] = two + 1
-    shards = weight_map or {
-        "/layers/dense/vars": ["model_00000.weights.h5", "model_00001.weights.h5"],
-        "/vars": "model_00001.weights.h5",
-    }
-    (folder / "model.weights.json").write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": shards}))
-    return {"layers/dense/vars/0": one, "layers/dense/vars/1": two, "vars/0": two + 1}
-
-
-def test_sharded_archive(tmp_path):
-    expected = sharded(tmp_path)
-    path = tmp_path / "model.keras"
-    with zipfile.ZipFile(path, "w") as archive:
-        for name in ("model.weights.json", "model_00000.weights.h5", "model_00001.weights.h5"):
-            archive.write(tmp_path / name, name)
-    checkpoint = lm.open_checkpoint(path)
-    for name, array in expected.items():
-        np.testing.assert_array_equal(checkpoint[name].read(), array)
 
 
 def virtual(file, name, source):

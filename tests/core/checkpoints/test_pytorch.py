@@ -32,7 +32,6 @@ from tests.core.checkpoints._formats import (
     torch_file,
     torch_tensor,
 )
-from tests.core.materialize._variables import bytes_read
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch: pip install torch")
 DTYPES = (
@@ -222,18 +221,6 @@ def test_a_quantized_folder_is_decoded(tmp_path):
 
 
 # Places ---------------------------------------------------------------------------------------------------------------
-
-
-def test_bytes_that_are_read(tmp_path):
-    arrays = {name: numbers((64, 32)) for name in "abc"}
-    (tmp_path / "m.pth").write_bytes(torch_file(arrays))
-    with lm.open_checkpoint(tmp_path / "m.pth") as found:
-        assert bytes_read(found) == 0
-        np.testing.assert_array_equal(found["b"][8:16].read(), arrays["b"][8:16])
-        assert bytes_read(found) == arrays["b"][8:16].nbytes
-        model = lm.build_abstract(lambda: {"b": jnp.zeros((64, 32))})
-        np.testing.assert_array_equal(model.materialize({"b": found["b"]})["b"], arrays["b"])
-        assert bytes_read(found) == arrays["b"][8:16].nbytes + arrays["b"].nbytes
 
 
 def test_folders(tmp_path, mesh8):
