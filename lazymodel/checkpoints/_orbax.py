@@ -13,8 +13,7 @@ Layouts, as Orbax 0.11 and newer write them through its `ocp.*` and `ocp.v1` int
 
 A chunk of an array that was never stored means zeros. Orbax says in `_METADATA` that it stores those too; then a chunk
 that is not there was lost, and is an error here rather than a weight of zeros. Orbax refuses to save arrays without
-elements, and reads them. Where older versions of `lm.save` had some, the tree has None in their place, and its custom
-metadata has path, keys joined by `/` → dtype and shape.
+elements, and reads them.
 """
 
 from __future__ import annotations
@@ -39,12 +38,11 @@ from lazymodel._show.text import listed
 from lazymodel._tensors.boxes import Box, box_shape, shift
 from lazymodel._tensors.buffers import Steps, Workspace, assign
 from lazymodel._tensors.byte_reader import SAMPLES, ByteReader, reading
-from lazymodel._tensors.lazy import LazyTensor, lazy
+from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.tensor_source import ArrayTensor, TensorSource
 from lazymodel.checkpoints._checkpoint import Checkpoint
 from lazymodel.checkpoints._untrusted import (
     check_pointer,
-    counts,
     files_inside,
     is_number,
     mismatch,
@@ -73,7 +71,6 @@ _WAIT = "wait until saving has finished, or open another folder"
 _UNFINISHED = ".orbax-checkpoint-tmp"
 _STEP = re.compile(r"(?:(.+)_)?(\d+)")
 _ALONE = "value"  # the name of a tree that is one array, as in an abstract model
-_ZERO_SIZE = "lazymodel_zero_size"
 
 # Numbers of zarr arrays that are not NumPy's own, by name; tensorstore 0.1.84 has no others.
 ZARR_DTYPES = frozenset(
@@ -120,7 +117,7 @@ def find_item(folder: Location) -> Location | None:
     for child in items:
         if _UNFINISHED not in child.name:
             tree = read_tree(child)
-            if tree is None or tree.stores_arrays or tree.empty:
+            if tree is None or tree.stores_arrays:
                 arrays.append(child)
     if len(arrays) > 1 and {child.name for child in arrays} == {"pytree", "assets"}:
         # Keras' callback keeps the model's files (vocabularies) as byte arrays alongside its variables.
@@ -217,10 +214,9 @@ def _unfinished(folder: Location) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """The content of `_METADATA`: leaves by path with the types of their values, tensors without elements, and more."""
+    """The content of `_METADATA`: leaves by path with the types of their values, and more."""
 
     leaves: list[tuple[tuple[str, ...], str]]
-    empty: dict[str, LazyTensor]
     fields: dict[str, Any]
 
     @property
@@ -249,8 +245,6 @@ class Tree:
                 fix = _OLD
             expected = f"{len(self.leaves)} arrays and values"
             raise mismatch(item, expected, f"none stored for {len(missing)}: {listed(missing)}", fix)
-        if twice := sorted(self.empty.keys() & names.keys()):
-            raise mismatch(item / METADATA, "each tensor once", f"{twice[0]!r} twice")
         return names
 
 
@@ -274,22 +268,7 @@ def read_tree(item: Location) -> Tree | None:
             expected = f"'key_metadata' and 'value_metadata' of leaf {path}, as text"
             raise mismatch(file, expected, repr(entry)) from error
         leaves.append((keys, kind))
-    return Tree(leaves, _zero_size_tensors(fields.get("custom_metadata"), file), fields)
-
-
-def _zero_size_tensors(custom: Any, file: Location) -> dict[str, LazyTensor]:
-    found: Any = cast("dict[str, Any]", custom).get(_ZERO_SIZE, {}) if isinstance(custom, dict) else {}
-    try:
-        tensors: dict[str, LazyTensor] = {}
-        for name, (kind, extents) in found.items():
-            dtype, shape = np.dtype(kind), counts(extents)
-            if dtype.name != kind or not is_number(dtype) or shape is None or math.prod(shape):
-                raise ValueError(f"{kind!r} of shape {extents!r}"[:80])
-            tensors[name] = lazy(np.empty(shape, dtype), name)
-        return tensors
-    except (AttributeError, TypeError, ValueError) as error:
-        expected = f"dtypes and shapes of arrays without elements in {_ZERO_SIZE!r}"
-        raise mismatch(file, expected, error) from error
+    return Tree(leaves, fields)
 
 
 # A chunk is in memory up to three times: as stored (at worst as large as decoded), decoded, and as the copy that is
@@ -350,10 +329,9 @@ class OrbaxCheckpoint(Checkpoint):
         self._remote, ocdbt = item.remote, (item / MANIFEST).exists()
         needs_index = (tree and tree.fields.get("use_ocdbt")) or any(name.startswith(_PROCESS) for name in files)
         if tree is not None and not tree.stores_arrays:
-            if not tree.empty:
-                found = f"a tree of {len(tree.leaves)} leaves without any"
-                raise mismatch(item, "arrays", found, "open another item or step")
-        elif needs_index and not ocdbt:
+            found = f"a tree of {len(tree.leaves)} leaves without any"
+            raise mismatch(item, "arrays", found, "open another item or step")
+        if needs_index and not ocdbt:
             fix = "saving never finished, or not all was copied. Copy it again, or open another step"
             raise mismatch(item, f"{MANIFEST}, the index of its arrays,", "none", fix)
         if ocdbt:
@@ -382,7 +360,7 @@ class OrbaxCheckpoint(Checkpoint):
         arrays = {stored: mark for stored, _, mark in parts if mark in DRIVERS}
         if tree is None:
             # The only names are those of the storage, in which a dot of a key looks like a step into the tree.
-            tree = Tree([(tuple(name.split(".")) if name else (), "jax.Array") for name in arrays], {}, {})
+            tree = Tree([(tuple(name.split(".")) if name else (), "jax.Array") for name in arrays], {})
             aggregate = item / _AGGREGATE
             if aggregate.is_file() and _ARRAY.search(read_at_most(aggregate, _MAX_AGGREGATE, "a tree in msgpack")):
                 raise mismatch(item, "every array in a file of its own", f"some in {_AGGREGATE!r}", _OLD)
@@ -392,8 +370,7 @@ class OrbaxCheckpoint(Checkpoint):
         self._source = next(file for file in first if file.exists()).reader()
         if not ocdbt:  # whose manifest names files that are written once
             self._source.fingerprint = self._fingerprint
-        super().__init__(path, [*self._stored, *tree.empty], [self._source])
-        self._tensors.update(tree.empty)
+        super().__init__(path, list(self._stored), [self._source])
         self._order = {name: index for index, name in enumerate(self._stored)}
         self._kept = _Kept()
         self._warned = False

@@ -322,22 +322,6 @@ def test_orbax_with_no_array_that_has_elements(tmp_path: Path) -> None:
     assert not problems(tmp_path / "saved")
 
 
-@pytest.mark.parametrize("said", [["float32", [2]], ["object", [0]], ["x", [0]], ["int8", [-1, 0]], ["int8"], 3])
-def test_what_orbax_says_of_arrays_without_elements_is_checked(tmp_path: Path, said: Any) -> None:
-    """As older versions wrote them, which had None in their place."""
-    lm.save({"w": np.ones(2), "none": None}, tmp_path / "saved", format="orbax")
-    file = tmp_path / "saved" / "_METADATA"
-    content = json.loads(file.read_text())
-    content["custom_metadata"] = {"lazymodel_zero_size": {"none": ["float16", [0, 3]]}}
-    file.write_text(json.dumps(content))
-    with lm.open_checkpoint(tmp_path / "saved") as checkpoint:
-        assert (checkpoint["none"].shape, checkpoint["none"].dtype) == ((0, 3), np.float16)
-    content["custom_metadata"]["lazymodel_zero_size"] = {"none": said}
-    file.write_text(json.dumps(content))
-    with pytest.raises(lm.CheckpointError, match="_METADATA: expected dtypes and shapes of arrays without elements"):
-        lm.open_checkpoint(tmp_path / "saved")
-
-
 def test_a_failure_leaves_nothing(
     tmp_path: Path, arrays: dict[str, jax.Array], monkeypatch: pytest.MonkeyPatch
 ) -> None:
