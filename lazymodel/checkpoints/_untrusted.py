@@ -192,12 +192,15 @@ def files_inside(folder: Location) -> list[str]:
     files = folder.files_below()
     for path in (folder / name for name in files):
         try:
-            target = path.is_symlink() and path.leads_out(folder)
+            is_link = path.is_symlink()
+            target = is_link and path.leads_out(folder)
             found = f"a symbolic link to {target}" if target else path.irregular()
         except (OSError, RuntimeError) as error:
             raise CheckpointError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from error
-        if found:
+        if found and is_link:
             raise mismatch(path, "a file in the checkpoint's folder", found, "copy what it links to if meant")
+        if found:
+            raise mismatch(path, "a file", found, HOSTILE)
     return files
 
 
