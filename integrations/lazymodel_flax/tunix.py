@@ -21,7 +21,7 @@ from lazymodel._errors import required
 from lazymodel._mapping.resolve import given_checkpoint, given_tensors
 from lazymodel._mapping.source import MappedCheckpoint, described
 from lazymodel._show.text import listed
-from lazymodel._tensors.shards import stored_tensors
+from lazymodel._tensors.stored import stored_tensors
 from lazymodel.extras.tables.recorded import recorded
 from lazymodel.extras.tables.traced import traced_result
 

@@ -20,7 +20,7 @@ import numpy as np
 from lazymodel import Checkpoint, CheckpointError, LazyTensor, open_checkpoint
 from lazymodel._remote.path import Location, RemotePath
 from lazymodel._show.text import listed
-from lazymodel.checkpoints._checkpoint import CONFIG, DecodedCheckpoint, Plain
+from lazymodel.checkpoints._hugging_face import CONFIG, DecodedCheckpoint, Plain
 from lazymodel.checkpoints._untrusted import is_finite
 from lazymodel_keras import _upstream
 

@@ -23,7 +23,7 @@ from lazymodel._programs.jaxprs import PROGRAMS, without_mesh
 from lazymodel._programs.programs import InitRecipe, ProgramCache
 from lazymodel._show.progress import Span
 from lazymodel._show.text import closest
-from lazymodel._tensors.shards import MismatchedTensor, StoredTensor
+from lazymodel._tensors.stored import MismatchedTensor, StoredTensor
 
 
 class _Outline(jax.Array):

@@ -36,7 +36,8 @@ from lazymodel._programs.programs import InitRecipe, chunked_init
 from lazymodel._show.text import closest, first_of, folded_names, listed, plural
 from lazymodel._tensors.casting import SAFE, UNSAFE, check_mode, converted, refusal, scales_beside, weights
 from lazymodel._tensors.lazy import LazyTensor, lazy, left_over
-from lazymodel._tensors.shards import MismatchedTensor, on_host, stored_tensors, where
+from lazymodel._tensors.shards import on_host
+from lazymodel._tensors.stored import MismatchedTensor, stored_tensors, where
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,11 +20,11 @@ from lazymodel._show.progress import Timeline
 from lazymodel._show.table import ACTIONS, Column, Report, Table, shape_text
 from lazymodel._show.text import folded_names, format_bytes, listed, plural
 from lazymodel._tensors.lazy import LazyTensor
-from lazymodel._tensors.shards import (
+from lazymodel._tensors.shards import needed_nbytes
+from lazymodel._tensors.stored import (
     MismatchedTensor,
     StoredTensor,
     is_initial,
-    needed_nbytes,
     remote_sizes,
     stored_tensors,
     unused_tensors,

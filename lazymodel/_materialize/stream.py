@@ -57,7 +57,8 @@ from lazymodel._tensors.buffers import (
 )
 from lazymodel._tensors.byte_reader import ByteReader
 from lazymodel._tensors.lazy import LazyTensor, lazy
-from lazymodel._tensors.shards import Boxes, boxes_for, in_other_memory, layout, misshapen, where
+from lazymodel._tensors.shards import Boxes, boxes_for, in_other_memory, layout
+from lazymodel._tensors.stored import misshapen, where
 from lazymodel._tensors.tensor_source import Part, fill, fill_parts, prefers_one_pass, read_ranges, required_ranges
 
 CHUNK = 16 << 20  # bytes of a chunk of shards that are larger than the budget: a transfer of a few milliseconds

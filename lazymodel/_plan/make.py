@@ -47,12 +47,10 @@ from lazymodel._tensors.shards import (
     divide,
     grouped,
     is_exchanged,
-    is_initial,
     is_shared,
     mesh_processes,
-    stored_itemsize,
-    where,
 )
+from lazymodel._tensors.stored import is_initial, stored_itemsize, where
 
 if TYPE_CHECKING:
     from lazymodel.extras.planning.what_if import WhatIf

@@ -19,8 +19,9 @@ from lazymodel._remote.hub import cached_commit, cached_snapshot, is_offline
 from lazymodel._remote.path import LocalPath, Location, RemotePath, location, matching
 from lazymodel._remote.requests import Unavailable
 from lazymodel._remote.url import is_url
-from lazymodel.checkpoints._checkpoint import Checkpoint, DecodedCheckpoint, decoded, newest_step
+from lazymodel.checkpoints._checkpoint import Checkpoint, newest_step
 from lazymodel.checkpoints._hdf5 import open_archive, open_hdf5
+from lazymodel.checkpoints._hugging_face import DecodedCheckpoint, decoded
 from lazymodel.checkpoints._numpy import EQUINOX, SAVE_EQUINOX, npy_names, open_npy, open_npy_folder, open_npz
 from lazymodel.checkpoints._orbax import OrbaxCheckpoint, find_item
 from lazymodel.checkpoints._pytorch import PyTorchFile, model_weights, pytorch_files

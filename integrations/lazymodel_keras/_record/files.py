@@ -36,8 +36,8 @@ from lazymodel._remote.path import LocalPath, Location, RemoteFile, RemotePath, 
 from lazymodel._remote.url import is_supported, is_url, shown
 from lazymodel._show.text import format_bytes
 from lazymodel.checkpoints import SafetensorsFile
-from lazymodel.checkpoints._checkpoint import CONFIG, DecodedCheckpoint, read_config
 from lazymodel.checkpoints._hdf5 import H5File
+from lazymodel.checkpoints._hugging_face import CONFIG, DecodedCheckpoint, read_config
 from lazymodel.checkpoints._open import CachedCopy, cached_copy, content_files, located, open_located
 from lazymodel.checkpoints._pytorch import in_place_of, is_loose_shard
 from lazymodel.checkpoints._untrusted import (

@@ -20,7 +20,7 @@ from lazymodel._remote.path import Location
 from lazymodel._show.text import listed, plural
 from lazymodel._tensors.boxes import slabs
 from lazymodel._tensors.casting import is_marker, scales_beside, weights
-from lazymodel._tensors.shards import StoredTensor, unused_tensors
+from lazymodel._tensors.stored import StoredTensor, unused_tensors
 from lazymodel.checkpoints import SafetensorsFile
 from lazymodel.checkpoints._untrusted import read_json_file, shard_path, weight_map
 from lazymodel.extras.quantized.config import ADVICE

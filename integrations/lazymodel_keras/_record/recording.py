@@ -28,7 +28,7 @@ from lazymodel._remote.path import Location, RemotePath, location
 from lazymodel._tensors.byte_reader import FileReader
 from lazymodel._tensors.casting import SAFE, UNSAFE, check_mode, converted, refusal
 from lazymodel._tensors.lazy import lazy, left_over
-from lazymodel._tensors.shards import MismatchedTensor, StoredTensor, misshapen, stored_tensors, unused_tensors, where
+from lazymodel._tensors.stored import MismatchedTensor, StoredTensor, misshapen, stored_tensors, unused_tensors, where
 from lazymodel.checkpoints._verify import Verify, verify_files
 from lazymodel_keras import _upstream
 from lazymodel_keras._record.files import RemoteFiles, checkpoint_files, open_decoded, whole

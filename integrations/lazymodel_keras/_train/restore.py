@@ -28,7 +28,7 @@ from lazymodel._remote.path import Location, RemotePath, location
 from lazymodel._show.progress import Span
 from lazymodel._show.text import closest, folded_names, listed, plural
 from lazymodel._tensors.casting import SAFE, UNSAFE, check_mode, weights
-from lazymodel._tensors.shards import misshapen
+from lazymodel._tensors.stored import misshapen
 from lazymodel.checkpoints._untrusted import read_json_file
 from lazymodel_keras import _upstream
 from lazymodel_keras._build import Materializing, check_all_used, check_options, of_kind

@@ -21,7 +21,7 @@ import numpy as np
 
 from lazymodel._errors import CheckpointError
 from lazymodel._tensors.lazy import LazyTensor
-from lazymodel.checkpoints._checkpoint import Plain
+from lazymodel.checkpoints._hugging_face import Plain
 
 ADVICE = (
     "This quantized form is not read: load a dequantized copy, such as the original model or one that was saved after "

@@ -51,7 +51,7 @@ from lazymodel._tensors.casting import is_marker, is_quantized, scales_beside
 from lazymodel._tensors.decoded import DecodedTensor, Stored, Unpack
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.tensor_source import View
-from lazymodel.checkpoints._checkpoint import Plain
+from lazymodel.checkpoints._hugging_face import Plain
 from lazymodel.checkpoints._untrusted import is_finite
 from lazymodel.extras.quantized.config import ADVICE, DTYPES, Config, Contents, StoredTensors, find_config, matches
 from lazymodel.extras.quantized.scaled import (

@@ -35,7 +35,7 @@ from lazymodel._show.table import Column, Table, Tabled, shape_text
 from lazymodel._show.text import closest, first_of, format_bytes, listed, parse_bytes, plural
 from lazymodel._tensors.casting import refusal
 from lazymodel._tensors.lazy import LazyTensor
-from lazymodel._tensors.shards import misshapen
+from lazymodel._tensors.stored import misshapen
 from lazymodel.extras.sync.pieces import VariableSource, copies_of
 from lazymodel.extras.sync.reshard import live_arrays
 from lazymodel.extras.sync.transfer import (
