@@ -18,7 +18,6 @@ import sys
 import tempfile
 import typing
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Unpack
 
 import jax
@@ -30,7 +29,7 @@ from lazymodel import AbstractModel, CheckpointError, LazyModelError
 from lazymodel._abstract.pairs import LoraPair
 from lazymodel._errors import warn
 from lazymodel._mapping.resolve import lazy_values
-from lazymodel._remote.path import Location
+from lazymodel._remote.path import LocalPath, Location
 from lazymodel._remote.url import shown
 from lazymodel._save.convert import differences, forget
 from lazymodel._show.text import closest, format_bytes, quiet_tensorflow
@@ -145,7 +144,7 @@ def _plan_model(
             _read_config(where / "config.json", shown(source), options)
             return _planned(target, source, bool(weight_files(where)), {**options, **opening})
         with tempfile.TemporaryDirectory() as folder:
-            config = Path(folder, "config.json")
+            config = LocalPath(folder, "config.json")
             config.write_bytes(read_at_most(where, MAX_JSON, "JSON"))
             _read_config(config, shown(source), options)
             try:
