@@ -195,6 +195,11 @@ class MergedCheckpoint(Checkpoint):
         return super().describe(name)
 
     @property
+    def changed(self) -> list[str]:
+        """The names of tensors that are not the base's; the Keras adapter looks for those that no variable takes."""
+        return list(self._made)
+
+    @property
     def files(self) -> list[str]:
         return sorted({*getattr(self._base, "files", ()), *self._adapter.source.files})
 
