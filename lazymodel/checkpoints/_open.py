@@ -5,6 +5,7 @@ Finding the contents of a path collects all that is wrong with it: opening raise
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -192,7 +193,7 @@ def open_checkpoint(
             except CheckpointError:
                 # A bucket in which another checkpoint took its place meanwhile is looked at once more.
                 now = where.anew()
-                if now == where or _fingerprints(now) == _fingerprints(where):
+                if now is where or _fingerprints(now) == _fingerprints(where):
                     raise
             return open_located(now)
         with open_located(where) as unverified:
@@ -209,8 +210,13 @@ def open_checkpoint(
 
 
 def _fingerprints(place: Location) -> list[tuple[str, str]]:
-    files = weight_files(place) if place.is_dir() else [place]
-    return [(str(file), file.fingerprint()) for file in files]
+    """The files of a checkpoint in a bucket as they are now: what its list says may be outdated."""
+    found = list[tuple[str, str]]()
+    for file in weight_files(place) if place.is_dir() else [place]:
+        with contextlib.suppress(FileNotFoundError):
+            file.stat()
+            found.append((str(file), file.fingerprint()))
+    return found
 
 
 def content_files(checkpoint: Checkpoint) -> list[str]:
