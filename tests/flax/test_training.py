@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen, nnx
 from flax.core import freeze
@@ -140,8 +141,12 @@ def test_two_steps_and_two_are_four(tmp_path: Path, mesh8: Mesh, name: str) -> N
     at, batches = lm.training_state(tmp_path), Batches()
     assert at is not None and at.step == 2
     batches.set_state(at.data)
-    assert_same(content(train(restored, batches, 2)), content(through))
-    if not name.endswith("step by step"):  # of which each operation is compiled for another mesh
+    resumed = content(train(restored, batches, 2))
+    if name.endswith("step by step"):
+        # Each operation chooses shardings anew: two steps on, they are not those of the rules, and sums have an order.
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8), resumed, content(through))
+    else:
+        assert_same(resumed, content(through))
         train(elsewhere, Batches(2), 1)  # on half of the devices it goes on as well
 
 
