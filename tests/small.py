@@ -31,7 +31,7 @@ _PLACES = {
         "lazymodel._tensors.byte_reader.STAGING",
         "lazymodel._tensors.tensor_source.STAGING",
     ],  # bytes that are read before they are placed
-    "ahead": ["lazymodel._materialize.materialize.AHEAD"],  # bytes of values that are not kept
+    "ahead": ["lazymodel._materialize.load.AHEAD"],  # bytes of values that are not kept
     "part": ["lazymodel._tensors.tensor_source.PART"],  # bytes that one thread fills at a time
     "run": ["lazymodel._tensors.tensor_source.RUN"],  # bytes from which a row is spread straight over shards
     "runs": ["lazymodel._tensors.tensor_source.RUNS"],  # rows that are spread at a time
