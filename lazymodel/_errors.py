@@ -145,9 +145,11 @@ def required(module: str, what: str, package: str, error: type[LazyModelError] =
     """Imports a module of a package that may be missing; then raises an error that says how to install it."""
     try:
         return importlib.import_module(module)
-    except ImportError as missing:
+    except ModuleNotFoundError as missing:
         name = (missing.name or module).partition(".")[0]  # the package, or one that it needs
         raise error(f"{what} needs {name}, which is not installed: pip install {package}") from missing
+    except ImportError as broken:
+        raise error(f"{what} needs {module}, which cannot be imported ({broken}): pip install {package}") from broken
 
 
 def warn(message: str, category: type[Warning] = LazyModelWarning) -> None:

@@ -171,3 +171,41 @@ def _keep(rngs: nnx.Rngs, config: Any) -> nnx.Module:
 def test_modules_without_variables() -> None:
     abstract = lm.build_abstract(nnx.Dropout, 0.0)
     assert len(abstract) == 0 and isinstance(abstract.materialize(), nnx.Dropout)
+
+
+class Leaves(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.weak = nnx.Param(jnp.full((4,), 2.0))
+        self.wide = nnx.Variable(np.array([2**40]))
+        self.table = np.array([1e300])
+        self.layer = nnx.Linear(4, 4, rngs=rngs)
+
+
+class WithLeaves(linen.Module):
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = self.param("scale", lambda key: jnp.full((4,), 2.0))
+        table = self.variable("constants", "table", lambda: np.array([2**40]))
+        return linen.Dense(4)(x) * scale + table.value.size
+
+
+def test_leaves_are_those_of_eager_construction(mesh8: Any) -> None:
+    abstract, eager = lm.build_abstract(Leaves, rngs=nnx.Rngs(0)), Leaves(rngs=nnx.Rngs(0))
+    for model in (abstract.materialize(), abstract.shard(mesh8, {".*": jax.P()}).materialize()):
+        assert model.weak.get_value().weak_type and not model.layer.kernel.get_value().weak_type
+        assert type(model.wide.get_value()) is type(eager.wide.get_value()) is np.ndarray
+        assert model.wide.get_value().tolist() == [2**40] and model.table.tolist() == [1e300]
+        assert type(model.table) is type(eager.table)
+        assert model.weak * jnp.ones(4, jnp.bfloat16) == pytest.approx(2.0)
+        assert (model.weak * jnp.ones(4, jnp.bfloat16)).dtype == jnp.bfloat16
+    # As after `model.weak[...] = values`.
+    eager.weak[...] = np.ones(4, np.float32)
+    loaded = abstract.materialize({"weak": np.ones(4, np.float32)}, initialize="missing")
+    assert loaded.weak.get_value().weak_type == eager.weak.get_value().weak_type is True
+    x = np.ones((1, 4), np.float32)
+    linens = lm.build_abstract(WithLeaves(), jax.random.key(0), x)
+    ours, theirs = linens.materialize(), WithLeaves().init(jax.random.key(0), x)
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    assert ours["params"]["scale"].weak_type
+    assert ours["constants"]["table"].tolist() == [2**40]
+    assert linens["params/scale"].trainable and not linens["constants/table"].trainable

@@ -98,9 +98,7 @@ class Plans(Report):
     def best(self) -> TopologyPlan | None:
         """The row that fits with the least memory of all devices together, a tight one if no other fits."""
         fitting = [row for row in self.rows if row.plan.fits]
-        return min(
-            fitting, key=lambda r: (r.plan.tight, r.plan.num_devices * (r.plan.device_memory or 0)), default=None
-        )
+        return min(fitting, key=lambda row: (row.plan.tight, row.rented_nbytes), default=None)
 
     @property
     def python(self) -> str:

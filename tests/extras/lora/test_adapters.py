@@ -255,6 +255,15 @@ def test_a_load_stays_within_its_budget(tmp_path: Path) -> None:
         np.testing.assert_array_equal(np.asarray(model[name]), merged[name].read())
 
 
+def test_adapters_are_merged_one_after_another(tmp_path: Path) -> None:
+    one, two = pair("w", 64, 32), pair("w", 64, 32)
+    base = {"w.weight": random(64, 32, dtype=ml_dtypes.bfloat16)}
+    adapters = [lm.open_adapter(write(tmp_path / name, each)) for name, each in (("1", one), ("2", two))]
+    merged = lm.merge(lm.merge(base, adapters[0]), adapters[1], 0.25)["w.weight"]
+    total = base["w.weight"].astype(np.float32) + product(one, "w", 2.0) + product(two, "w", 0.5)
+    near(merged, total.astype(ml_dtypes.bfloat16))  # rounded once
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_dora_has_the_norms_of_the_magnitudes(tmp_path: Path, transposed: bool) -> None:
     tensors = pair("w", 96, 640)
