@@ -453,6 +453,12 @@ ERRORS: dict[str, Change] = {
 }
 
 
+def test_statistics_are_those_of_what_is_materialized(abstract: Any, checkpoint: lm.Checkpoint) -> None:
+    quantized = abstract.quantize("int8", **INPUTS)
+    for given in (None, checkpoint):
+        assert lm.statistics(quantized, given).to_dict() == lm.statistics(quantized.materialize(given)).to_dict()
+
+
 @pytest.mark.parametrize("message", ERRORS)
 def test_errors(abstract: Any, message: str) -> None:
     with pytest.raises(lm.LazyModelError, match=message):

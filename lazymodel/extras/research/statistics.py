@@ -398,7 +398,7 @@ def statistics(
     spectral: bool = True,
     progress: ProgressTo = None,
 ) -> Statistics:
-    """Measures every variable of a model; variables of an abstract model as `materialize` would create them.
+    """Measures every variable of a model; those of an abstract model, also quantized, as `materialize` creates them.
 
     JAX arrays are measured where they are; nothing is gathered or moved. Values that do not exist yet, a checkpoint's
     tensors and the variables of an abstract model, are read or initialized one variable at a time and then dropped, so
@@ -432,7 +432,7 @@ def statistics(
 
     Raises:
         LazyModelError: There is nothing to measure, `stacked` matches nothing, a checkpoint is given for a model that
-            is not abstract, or a variable of one is computed from the values of others.
+            is not abstract, or a variable of one, such as some optimizer state, is computed from the values of others.
         CheckpointError: As for `materialize`.
 
     Example:
