@@ -17,6 +17,10 @@ EXTRAS = {
     "libtpu_environment": "lazymodel.extras.planning.topologies",
     "merge": "lazymodel.extras.lora.merge",
     "open_gguf": "lazymodel.extras.quantized.gguf",
+    "open_npy": "lazymodel.extras.formats.numpy",
+    "open_npy_folder": "lazymodel.extras.formats.numpy",
+    "open_npz": "lazymodel.extras.formats.numpy",
+    "PyTorchFile": "lazymodel.extras.formats.pytorch",
     "plain_tensors": "lazymodel.extras.quantized.families",
     "open_checkpoint": "lazymodel.checkpoints",  # no extra, but above those who take a path in place of it
     "run": "lazymodel.extras.run.run",

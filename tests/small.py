@@ -42,7 +42,7 @@ _PLACES = {
     "workspace": ["lazymodel._tensors.lazy.READ_WORKSPACE"],  # bytes of temporaries of `LazyTensor.read`
     "tried": ["lazymodel._tensors.casting.SMALL"],  # integers that are tried one by one
     "slab": ["lazymodel._tensors.decoded.COMPUTED_CHUNK"],  # bytes that are computed at a time
-    "deflated": ["lazymodel.checkpoints._numpy._PIECE"],  # bytes that are decompressed at a time
+    "deflated": ["lazymodel.extras.formats.numpy._PIECE"],  # bytes that are decompressed at a time
     "kept_chunk": ["lazymodel.checkpoints._orbax._KEEP"],  # bytes of a chunk that is kept for the next box
 }
 

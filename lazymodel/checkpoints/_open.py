@@ -6,6 +6,7 @@ Finding the contents of a path collects all that is wrong with it: opening raise
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,12 +21,11 @@ from lazymodel._remote.hub import cached_commit, cached_snapshot, is_offline
 from lazymodel._remote.path import LocalPath, Location, RemotePath, location, matching
 from lazymodel._remote.requests import Unavailable
 from lazymodel._remote.url import is_url
+from lazymodel._show.text import listed
 from lazymodel.checkpoints._checkpoint import Checkpoint, newest_step
 from lazymodel.checkpoints._hdf5 import open_archive, open_hdf5
 from lazymodel.checkpoints._hugging_face import DecodedCheckpoint, decoded
-from lazymodel.checkpoints._numpy import EQUINOX, SAVE_EQUINOX, npy_names, open_npy, open_npy_folder, open_npz
 from lazymodel.checkpoints._orbax import OrbaxCheckpoint, find_item
-from lazymodel.checkpoints._pytorch import PyTorchFile, model_weights, pytorch_files
 from lazymodel.checkpoints._safetensors import Contents, Index, SafetensorsFile, is_numbered, loose_files
 from lazymodel.checkpoints._untrusted import check_pointer, indexed_shards, read_json_file, weight_map
 from lazymodel.checkpoints._verify import Verify, verify_files
@@ -38,8 +38,9 @@ _LOOKS = 10  # at a folder that changes while it is looked at, which takes longe
 OLD = "old"  # in one: the folder that is being replaced, where the file system cannot exchange two in one step
 
 
-def _open_gguf(path: Location) -> Checkpoint:
-    return extra("open_gguf")(path)
+def _by(name: str) -> Callable[[Location], Checkpoint]:
+    """What opens the files of a format that is an extra, which is loaded for the first of them."""
+    return lambda path: extra(name)(path)
 
 
 class Format(NamedTuple):
@@ -53,18 +54,19 @@ class Format(NamedTuple):
     grouped: bool = False  # whether the index lists groups of tensors, each perhaps in several shards
 
 
+_NUMPY, _ZIP = b"\x93NUMPY", b"PK\x03\x04"
 # The first one that a file's name or content fits is its format.
 _FORMATS = (
     Format("safetensors", (".safetensors.index.json",), None, SafetensorsFile, ".safetensors"),
     Format("hdf5", (".weights.json",), None, open_hdf5, ".weights.h5", grouped=True),
-    Format("pytorch", (".bin.index.json",), None, PyTorchFile, ".bin"),
+    Format("pytorch", (".bin.index.json",), None, _by("PyTorchFile"), ".bin"),
     Format("safetensors", (".safetensors",), None, SafetensorsFile),
     Format("hdf5", (".weights.h5", ".h5", ".hdf5"), b"\x89HDF\r\n\x1a\n", open_hdf5),
-    Format("numpy", (".npz",), None, open_npz),
-    Format("numpy", (".npy",), b"\x93NUMPY", open_npy),
-    Format("gguf", (".gguf",), b"GGUF", _open_gguf),
-    Format("pytorch", (".bin", ".pt", ".pth", ".ckpt", ".pth.tar"), None, PyTorchFile),
-    Format("hdf5", (".keras",), b"PK\x03\x04", open_archive),
+    Format("numpy", (".npz",), None, _by("open_npz")),
+    Format("numpy", (".npy",), _NUMPY, _by("open_npy")),
+    Format("gguf", (".gguf",), b"GGUF", _by("open_gguf")),
+    Format("pytorch", (".bin", ".pt", ".pth", ".ckpt", ".pth.tar"), None, _by("PyTorchFile")),
+    Format("hdf5", (".keras",), _ZIP, open_archive),
 )
 SUFFIXES = tuple(suffix for kind in _FORMATS for suffix in kind.suffixes)
 _SUPPORTED = (
@@ -76,6 +78,12 @@ _SUPPORTED = (
 )
 
 
+EQUINOX = "leaves of an Equinox model, which have no names"
+SAVE_EQUINOX = (
+    "save it as safetensors: `with open(path, 'rb') as file: lm.save(eqx.tree_deserialise_leaves(file, abstract.tree), "
+    "'model.safetensors')`, with `abstract = lm.build_abstract(...)` and, if a line of JSON comes first, "
+    "`file.readline()` before"
+)
 _HEAD = 1 << 16  # bytes that are looked at, to know what a file is; a first line of text may be long
 _MSGPACK = "Flax' msgpack"
 # Formats that are known and not read: patterns of names, what such a file is, and how it becomes one that is read. The
@@ -353,6 +361,32 @@ def model_files(folder: Location) -> Sequence[Location]:
     return files
 
 
+def model_weights(folder: Location) -> Sequence[Location]:
+    """The files of a Hugging Face folder whose weights are PyTorch's: an index, the only file, or numbered ones."""
+    for name in ("pytorch_model.bin.index.json", "pytorch_model.bin"):
+        if (folder / name).exists():
+            return [folder / name]
+    return matching(folder, "pytorch_model-*-of-*.bin")
+
+
+def pytorch_files(folder: Location) -> Sequence[Location]:
+    """The files of a folder that are PyTorch's by their names: those of a model, or the only one."""
+    if files := model_weights(folder):
+        return files
+    indexes = matching(folder, "*.bin.index.json")
+    found = (matching(folder, f"*.{suffix}") for suffix in ("bin", "pt", "pth", "ckpt"))
+    files = indexes or sorted(itertools.chain(*found))
+    if len(files) > 1:
+        names = listed([file.name for file in files])
+        raise CheckpointError(f"{folder} has {len(files)} files of PyTorch's; open one of {names}")
+    return files
+
+
+def npy_names(folder: Location) -> list[str]:
+    """Paths of the `.npy` files in a folder and its folders, without the suffix; none that begins with a dot."""
+    return sorted(name[:-4] for name in folder.files_below() if name.endswith(".npy") and "/." not in f"/{name}")
+
+
 def find_contents(where: Location) -> Contents:
     """Opens what is at a place as it is stored, and notes what is wrong with it.
 
@@ -413,9 +447,9 @@ def _find_contents(where: Location) -> Contents:
     with found.noting(file if there else None):
         head = check_pointer(file)
         # Others' files are called `.bin`, too; a pickle can be in an archive, and Equinox' are NumPy's in a row.
-        if kind is None or kind.open is PyTorchFile:
+        if kind is None or kind.name == "pytorch":
             kind = format_of(file, head)
-            if kind and kind.open in (open_archive, open_npy) and foreign([file.name]):
+            if kind and kind.magic in (_ZIP, _NUMPY) and foreign([file.name]):
                 kind = None
         if kind is None:
             with file.open("rb") as stream:
@@ -444,7 +478,7 @@ def _without_weight_files(where: Location) -> Contents:
             if len(files) == 1 and not is_numbered(files[0].name):
                 return find_contents(files[0])
             found.format = "pytorch"
-            found.add_loose(files, PyTorchFile)
+            found.add_loose(files, _by("PyTorchFile"))
             return found
         if not where.lists:
             raise CheckpointError(
@@ -455,7 +489,7 @@ def _without_weight_files(where: Location) -> Contents:
         raise CheckpointError(f"found no checkpoint in folder {where}; {others}supported: {_SUPPORTED}")
     found.format = "numpy"
     with found.noting():
-        found.add(open_npy_folder(where, names))
+        found.add(extra("open_npy_folder")(where, names))
     return found
 
 

@@ -38,8 +38,8 @@ from lazymodel._show.text import format_bytes
 from lazymodel.checkpoints import SafetensorsFile
 from lazymodel.checkpoints._hdf5 import H5File
 from lazymodel.checkpoints._hugging_face import CONFIG, DecodedCheckpoint, read_config
-from lazymodel.checkpoints._open import CachedCopy, cached_copy, content_files, located, open_located
-from lazymodel.checkpoints._pytorch import in_place_of, is_loose_shard
+from lazymodel.checkpoints._open import CachedCopy, cached_copy, content_files, located, model_weights, open_located
+from lazymodel.checkpoints._safetensors import is_numbered, loose_files
 from lazymodel.checkpoints._untrusted import (
     indexed_shards,
     member_start,
@@ -89,7 +89,7 @@ class _Folder:
         offline = self.cached is not None and self.cached.offline
         if not path.exists():
             if offline or not where.is_file():
-                if file := in_place_of(name, self.where if self.cached is None else self.cached.path):
+                if file := _in_place_of(name, self.where if self.cached is None else self.cached.path):
                     return self.file(file.name)
                 raise FileNotFoundError(f"there is no {name} at {self.where}")
             if not name.endswith(_WEIGHTS):
@@ -291,7 +291,7 @@ def checkpoint_files(path: str) -> list[str]:
     Loaders open one shard after the other. Hashing all at the first takes as long as the slowest in several threads.
     Raises CheckpointError if an index in its folder cannot be read, or a shard is missing.
     """
-    if path.endswith((".gguf", *_TORCH)) or is_loose_shard(path):
+    if path.endswith((".gguf", *_TORCH)) or _is_loose_shard(path):
         with whole(path) as checkpoint:
             return content_files(checkpoint)
     folder = LocalPath(path).parent
@@ -415,7 +415,7 @@ def _safe_open(recording: Any, original: Any, filename: Any, *_: Any, **__: Any)
     if (decoded := recording.decoded(path)) is not None:
         recording.check_content(path)
         return LazySafeOpen(recording.open(path, lambda _: decoded, decoded.path))  # any shard stands for the whole
-    opener = whole if is_loose_shard(path) else open_checkpoint if name.endswith(_TORCH) else SafetensorsFile
+    opener = whole if _is_loose_shard(path) else open_checkpoint if name.endswith(_TORCH) else SafetensorsFile
     return LazySafeOpen(recording.open(path, opener))
 
 
@@ -446,7 +446,7 @@ def _find_alias(recording: Any, original: Any, self: Any, name: str) -> Any:
 def _get_file(recording: Any, original: Any, preset: Any, path: Any) -> Any:
     if recording.remote.holds(preset):
         return recording.remote.file(preset, path)
-    file = in_place_of(path, LocalPath(preset)) if os.path.isdir(preset) else None
+    file = _in_place_of(path, LocalPath(preset)) if os.path.isdir(preset) else None
     return original(preset, path) if file is None else str(file)
 
 
@@ -551,3 +551,18 @@ def _decode_lazily(recording: Any, original: Any, backbone: Any, loader: Any, co
                 f"{blocks.dtype} {blocks.shape} and {scales.dtype} scales"
             )
         getattr(of, name).assign(np.transpose(LazyTensor(Float4Tensor(blocks, scales, _pairs)), (0, 2, 1)))
+
+
+def _in_place_of(name: str, folder: Location) -> Location | None:
+    """What a folder has in place of `model.safetensors`: the first of its numbered files, an index or a file of
+    PyTorch's. None for other names."""
+    if name != "model.safetensors" or (folder / name).exists():
+        return None
+    files = [file for file in loose_files(folder) if is_numbered(file.name)] or model_weights(folder)
+    return next(iter(files), None)
+
+
+def _is_loose_shard(path: str | Location) -> bool:
+    """Returns True for a numbered file of a folder without an index."""
+    file = location(path)
+    return is_numbered(file.name) and not any(True for _ in file.parent.glob("*.index.json"))

@@ -27,6 +27,7 @@ from lazymodel._tensors.byte_reader import ByteReader, reading
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.tensor_source import ArrayTensor, FileTensor
 from lazymodel.checkpoints._checkpoint import Checkpoint
+from lazymodel.checkpoints._open import EQUINOX, SAVE_EQUINOX
 from lazymodel.checkpoints._untrusted import (
     HOSTILE,
     MAX_DIMENSIONS,
@@ -41,12 +42,6 @@ from lazymodel.checkpoints._untrusted import (
     zip_directory,
 )
 
-EQUINOX = "leaves of an Equinox model, which have no names"
-SAVE_EQUINOX = (
-    "save it as safetensors: `with open(path, 'rb') as file: lm.save(eqx.tree_deserialise_leaves(file, abstract.tree), "
-    "'model.safetensors')`, with `abstract = lm.build_abstract(...)` and, if a line of JSON comes first, "
-    "`file.readline()` before"
-)
 _MAX_HEADER = 12 + 10_000  # bytes: magic and length, then as much header as NumPy itself reads from untrusted files
 
 _PIECE = 1 << 20  # decompressed bytes that are held at once
@@ -85,11 +80,6 @@ def open_npy_folder(folder: Location, names: Sequence[str]) -> NumpyCheckpoint:
     files = {name: shard_path(folder / "index", f"{name}.npy") for name in names}
     fetch_heads(files.values())
     return _open_files(folder, files)
-
-
-def npy_names(folder: Location) -> list[str]:
-    """Paths of the `.npy` files in a folder and its folders, without the suffix; none that begins with a dot."""
-    return sorted(name[:-4] for name in folder.files_below() if name.endswith(".npy") and "/." not in f"/{name}")
 
 
 def _open_files(path: Location, files: dict[str, Location]) -> NumpyCheckpoint:

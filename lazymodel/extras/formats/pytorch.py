@@ -9,7 +9,6 @@ instruction is refused. Format: `torch/serialization.py`, `_save`.
 
 from __future__ import annotations
 
-import itertools
 import math
 import pickletools
 import reprlib
@@ -20,15 +19,14 @@ from typing import Any, NamedTuple, cast
 import ml_dtypes
 import numpy as np
 
-from lazymodel._errors import CheckpointError
-from lazymodel._remote.path import Location, location, matching
+from lazymodel._remote.path import Location
 from lazymodel._show.text import listed
 from lazymodel._tensors.boxes import c_strides
 from lazymodel._tensors.byte_reader import ByteReader
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.tensor_source import FileTensor
 from lazymodel.checkpoints._checkpoint import Checkpoint, TensorHeader
-from lazymodel.checkpoints._safetensors import is_numbered, loose_files, short
+from lazymodel.checkpoints._safetensors import short
 from lazymodel.checkpoints._untrusted import (
     LOCAL_HEADER,
     MAX_DIMENSIONS,
@@ -179,42 +177,6 @@ class PyTorchFile(Checkpoint):
         dtype, begin, shape, strides = self._places[name]
         offset = begin if list(strides) == c_strides(shape, dtype.itemsize) else None
         return TensorHeader(dtype, shape, math.prod(shape) * dtype.itemsize, self.path, None, offset)
-
-
-def model_weights(folder: Location) -> Sequence[Location]:
-    """The files of a Hugging Face folder whose weights are PyTorch's: an index, the only file, or numbered ones."""
-    for name in ("pytorch_model.bin.index.json", "pytorch_model.bin"):
-        if (folder / name).exists():
-            return [folder / name]
-    return matching(folder, "pytorch_model-*-of-*.bin")
-
-
-def in_place_of(name: str, folder: Location) -> Location | None:
-    """What a folder has in place of `model.safetensors`: the first of its numbered files, an index or a file of
-    PyTorch's. None for other names."""
-    if name != "model.safetensors" or (folder / name).exists():
-        return None
-    files = [file for file in loose_files(folder) if is_numbered(file.name)] or model_weights(folder)
-    return next(iter(files), None)
-
-
-def is_loose_shard(path: str | Location) -> bool:
-    """Returns True for a numbered file of a folder without an index."""
-    file = location(path)
-    return is_numbered(file.name) and not any(True for _ in file.parent.glob("*.index.json"))
-
-
-def pytorch_files(folder: Location) -> Sequence[Location]:
-    """The files of a folder that are PyTorch's by their names: those of a model, or the only one."""
-    if files := model_weights(folder):
-        return files
-    indexes = matching(folder, "*.bin.index.json")
-    found = (matching(folder, f"*.{suffix}") for suffix in ("bin", "pt", "pth", "ckpt"))
-    files = indexes or sorted(itertools.chain(*found))
-    if len(files) > 1:
-        names = listed([file.name for file in files])
-        raise CheckpointError(f"{folder} has {len(files)} files of PyTorch's; open one of {names}")
-    return files
 
 
 def _members(source: ByteReader, path: Location) -> tuple[dict[str, zipfile.ZipInfo], str]:
