@@ -44,11 +44,7 @@ def cells(notebook: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 HAS_KERAS = importlib.util.find_spec("keras_hub") is not None
-PROGRAMS = {name: code for name, text in sorted(DOCUMENTS.items()) if (code := program(text)).strip()} | {
-    name: "\n".join("".join(cell["source"]) for cell in cells(notebook))
-    for name, notebook in sorted(NOTEBOOKS.items())
-    if name != "examples/init_study.ipynb"  # compiles for six seconds; a large test runs it
-}
+PROGRAMS = {name: code for name, text in sorted(DOCUMENTS.items()) if (code := program(text)).strip()}
 
 
 def test_every_block_runs_or_says_why_not() -> None:
@@ -95,17 +91,17 @@ def pages_ran(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> tuple
     with shared.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not shared.exists():
-            shared.write_text(json.dumps(run_pages(tmp_path_factory.mktemp("documents"))))
+            shared.write_text(json.dumps(run_pages(PROGRAMS, tmp_path_factory.mktemp("documents"))))
     statuses, said = json.loads(shared.read_text())
     return statuses, said
 
 
-def run_pages(folder: Path) -> tuple[dict[str, int], str]:
+def run_pages(pages: dict[str, str], folder: Path) -> tuple[dict[str, int], str]:
     environment = child_environment()
     environment["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
     done = subprocess.run(
         [sys.executable, "-c", RUN_PAGES],
-        input=json.dumps(PROGRAMS),
+        input=json.dumps(pages),
         capture_output=True,
         text=True,
         cwd=folder,
@@ -140,6 +136,14 @@ def test_notebooks_are_as_their_readers_see_them() -> None:
         assert not re.search(r"/(root|home|tmp|usr)/", text)
         assert max(len(line) for cell in cells(notebook) for line in cell["source"]) <= 90
         assert any(f"(../{name})" in page for page in DOCUMENTS.values())
+
+
+@pytest.mark.large
+def test_code_of_notebooks_runs(tmp_path: Path) -> None:
+    """Without Jupyter, and a warning of ours is an error."""
+    pages = {name: "\n".join("".join(cell["source"]) for cell in cells(each)) for name, each in NOTEBOOKS.items()}
+    statuses, said = run_pages(pages, tmp_path)
+    assert {*statuses.values()} == {0}, said
 
 
 @pytest.mark.large

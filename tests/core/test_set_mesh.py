@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
+from tests.large import mostly_large
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
@@ -60,12 +64,20 @@ def results(own: Mesh, folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("current", ["same", "other", "fewer"])
-@pytest.mark.parametrize("axes", KINDS)
-@pytest.mark.parametrize("own", KINDS)
+@functools.cache
+def without(own: str) -> dict[str, Any]:
+    """The same outside any mesh's context."""
+    with tempfile.TemporaryDirectory() as folder:
+        return results(mesh(0, (2, 4), own), Path(folder) / "without")
+
+
+CASES = [*itertools.product(KINDS, KINDS, ("same", "other", "fewer"))]
+SOME = [("auto", "explicit", "other"), ("explicit", "auto", "fewer"), ("explicit", "explicit", "same")]
+
+
+@pytest.mark.parametrize(("own", "axes", "current"), mostly_large(CASES, SOME))
 def test_main_paths(tmp_path: Path, own: str, axes: str, current: str) -> None:
-    model_mesh = mesh(0, (2, 4), own)
-    expected = results(model_mesh, tmp_path / "without")
+    model_mesh, expected = mesh(0, (2, 4), own), without(own)
     with jax.set_mesh(
         {"same": mesh(0, (2, 4), axes), "other": mesh(0, (4, 2), axes), "fewer": mesh(2, (2, 1), axes)}[current]
     ):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
+from tests.large import mostly_large
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
@@ -37,6 +41,12 @@ RULES = {"up/kernel": P(None, "model"), ".*": P()}
 def mesh(first: int, sizes: tuple[int, int], kind: str) -> Mesh:
     devices = np.array(jax.devices()[first : first + sizes[0] * sizes[1]]).reshape(sizes)
     return Mesh(devices, ("data", "model"), axis_types=(KINDS[kind],) * 2)
+
+
+@functools.cache
+def without(results: Callable[[Mesh], list[Any]], own: str) -> list[Any]:
+    """What a function gives outside any mesh's context."""
+    return results(mesh(0, (2, 4), own))
 
 
 def results(own: Mesh) -> list[Any]:
@@ -63,19 +73,22 @@ def results(own: Mesh) -> list[Any]:
     ]
 
 
-CURRENT = [*itertools.product(KINDS, [(0, (2, 4)), (2, (2, 1))])]  # kinds of axes, first devices and sizes
+# Kinds of the axes of the model's mesh and of the current one, whose devices are all or few.
+CURRENT = mostly_large(
+    [*itertools.product(KINDS, KINDS, ("all", "few"))],
+    [("auto", "explicit", "few"), ("explicit", "auto", "few"), ("explicit", "explicit", "all")],
+)
 
 
-@pytest.mark.parametrize("own", KINDS)
-def test_main_paths(own: str) -> None:
-    expected = results(mesh(0, (2, 4), own))
-    for axes, (first, sizes) in CURRENT:
-        with jax.set_mesh(mesh(first, sizes, axes)):
-            found = results(mesh(0, (2, 4), own))
-        for mine, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            if hasattr(right, "dtype") and jax.numpy.issubdtype(right.dtype, jax.dtypes.prng_key):
-                mine, right = jax.random.key_data(mine), jax.random.key_data(right)
-            assert np.array_equal(mine, right, equal_nan=True) if hasattr(right, "dtype") else mine == right
+@pytest.mark.parametrize(("own", "axes", "devices"), CURRENT)
+def test_main_paths(own: str, axes: str, devices: str) -> None:
+    expected = without(results, own)
+    with jax.set_mesh(mesh(0, (2, 4), axes) if devices == "all" else mesh(2, (2, 1), axes)):
+        found = results(mesh(0, (2, 4), own))
+    for mine, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        if hasattr(right, "dtype") and jax.numpy.issubdtype(right.dtype, jax.dtypes.prng_key):
+            mine, right = jax.random.key_data(mine), jax.random.key_data(right)
+        assert np.array_equal(mine, right, equal_nan=True) if hasattr(right, "dtype") else mine == right
 
 
 class Convolved(nnx.Module):
@@ -173,9 +186,13 @@ class Residual(nn.Module):
         return x + nn.Dense(32, kernel_init=nn.initializers.orthogonal())(nn.tanh(x)), None
 
 
-def linen_results(own: Mesh, folder: Path) -> list[Any]:
+def linen_results(own: Mesh) -> list[Any]:
     """What Linen's main paths give."""
-    folder.mkdir()
+    with tempfile.TemporaryDirectory() as folder:
+        return linen_paths(own, Path(folder))
+
+
+def linen_paths(own: Mesh, folder: Path) -> list[Any]:
     tokens = jnp.ones((4, 8), jnp.int32)
     alone = lm.build_abstract(Linen(), jax.random.key(0), tokens)
     rules = {"params/Dense_0/kernel": P(None, "model"), ".*": P()}
@@ -198,13 +215,12 @@ def linen_results(own: Mesh, folder: Path) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("own", KINDS)
-def test_linen(tmp_path: Path, own: str) -> None:
-    expected = linen_results(mesh(0, (2, 4), own), tmp_path / "without")
-    for axes, (first, sizes) in itertools.product(KINDS, [(0, (4, 2)), (2, (2, 1))]):
-        with jax.set_mesh(mesh(first, sizes, axes)):
-            found = linen_results(mesh(0, (2, 4), own), tmp_path / f"with {axes} {sizes}")
-        assert jax.tree.structure(found) == jax.tree.structure(expected)
-        for mine, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            assert np.array_equal(mine, right) if hasattr(right, "dtype") else mine == right
-            assert getattr(mine, "sharding", None) == getattr(right, "sharding", None)
+@pytest.mark.parametrize(("own", "axes", "devices"), CURRENT)
+def test_linen(own: str, axes: str, devices: str) -> None:
+    expected = without(linen_results, own)
+    with jax.set_mesh(mesh(0, (4, 2), axes) if devices == "all" else mesh(2, (2, 1), axes)):
+        found = linen_results(mesh(0, (2, 4), own))
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for mine, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.array_equal(mine, right) if hasattr(right, "dtype") else mine == right
+        assert getattr(mine, "sharding", None) == getattr(right, "sharding", None)

@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 from tests.collectives import sent_nbytes
+from tests.large import mostly_large
 from tests.small import shard_small
 
 from .hub_configs import BACKBONES
 from .models import device_mesh, outputs_of
-from .versions import mostly_large
 
 pytestmark = pytest.mark.filterwarnings("ignore:(?s).*:UserWarning")  # of the backbones themselves
 

@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 import lazymodel as lm
 import lazymodel_keras as lk
 from lazymodel.checkpoints import SafetensorsFile
+from tests.large import mostly_large
 from tests.quantized import FORMS, Form, quantized, settings, write_folder
 from tests.servers.object_server import ObjectServer
 
@@ -58,20 +59,15 @@ def values(folder: str, kind: str, mesh: Mesh) -> tuple[list[Any], lm.LoadReport
     return model.variables, reports[0]
 
 
-@pytest.mark.parametrize(
-    ("kind", "form"),
-    [
-        *(
-            ("llama", form)
-            for form in FORMS
-            if not form.endswith(("fbgemm", "-bf16", "tensor", "-fp8", "pack-8", "fp4"))
-        ),
-        ("llama", "mxfp4"),
-        ("qwen3", "fp8-block"),
-        ("qwen3_moe", "fp8-block"),
-        ("qwen3_moe", "awq"),
-    ],
-)
+CASES = [("llama", form) for form in FORMS if not form.endswith(("fbgemm", "-bf16", "tensor", "-fp8", "pack-8", "fp4"))]
+CASES += [("llama", "mxfp4"), ("qwen3", "fp8-block"), ("qwen3_moe", "fp8-block"), ("qwen3_moe", "awq")]
+# A form each of floats, integers, packed rows and packed columns; `tests/extras/quantized` has all of them.
+SOME = [("llama", form) for form in ("int-quantized", "pack-4-zero", "nf4-nested")] + [
+    ("qwen3_moe", form) for form in ("fp8-block", "awq")
+]
+
+
+@pytest.mark.parametrize(("kind", "form"), mostly_large(CASES, SOME))
 def test_is_what_the_plain_folder_gives(kind: str, form: str, mesh8: Mesh, tmp_path: Path) -> None:
     made, plain = folders(tmp_path, kind, FORMS[form], shards=2)
     found, report = values(made, kind, mesh8)

@@ -1,10 +1,8 @@
-"""Marks for tests: of what only newer versions of Keras and KerasHub have, or do right, and of what takes long."""
+"""Marks for tests of what only newer versions of Keras and KerasHub have, or do right."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
 from importlib import metadata
-from typing import Any
 
 import keras
 import pytest
@@ -36,9 +34,3 @@ def needs_keras_hub(oldest: str, what: str) -> pytest.MarkDecorator:
 
 needs_orbax_callback = needs_keras("3.14", "keras.callbacks.OrbaxCheckpoint")
 needs_saved_tasks = needs_keras_hub("0.30", "tasks saved without a preprocessor")
-
-
-def mostly_large(names: Collection[str], few: Collection[str], marks: Callable[[str], list[Any]] = lambda _: []) -> Any:
-    """Names for a test that runs for a few of them by default, and for the others with the large tests."""
-    assert set(few) <= set(names)
-    return [pytest.param(name, marks=[*marks(name), *([] if name in few else [pytest.mark.large])]) for name in names]

@@ -16,6 +16,7 @@ import lazymodel as lm
 from tests.core.trace.test_random_programs import CASTS, OF_ANY, OF_FLOAT, OF_TWO
 from tests.extras.run.models import assert_equal
 from tests.extras.run.test_run import ran
+from tests.large import mostly_large
 
 SHAPES = [(7,), (16,), (8, 16), (16, 7), (16, 16), (4, 8, 16)]
 
@@ -84,7 +85,7 @@ def check(abstract: Any, seed: int) -> int:
     return report.calls
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", mostly_large(range(12), range(4)))
 def test_random_functions(abstract: Any, seed: int) -> None:
     check(abstract, seed)
 

@@ -23,6 +23,7 @@ from tests.extras.run.models import (
     scanned,
     tokens,
 )
+from tests.large import mostly_large
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 LAYERS = 4
@@ -267,9 +268,12 @@ def test_scans_over_keys_constants_and_nothing(tmp_path: Any) -> None:
 
 OF_EACH = ("or", "and", "xor", "sum", "prod", "max", "min")
 DTYPES = "bool int4 int8 uint8 int16 int32 uint32 float8_e4m3fn float8_e5m2 float16 bfloat16 float32 complex64"
+SOME = "bool int4 int8 bfloat16 float32 complex64"
 
 
-@pytest.mark.parametrize("dtype", DTYPES.split())
+@pytest.mark.parametrize(
+    "dtype", mostly_large(DTYPES.split(), ["bool", "int4", "int8", "bfloat16", "float32", "complex64"])
+)
 def test_reductions_of_scans_in_every_dtype(dtype: str) -> None:
     weights = np.random.default_rng(0).integers(0, 7, (4, 6, 8)).astype(jnp.dtype(dtype))
     abstract = lm.build_abstract(lambda: {"w": jnp.zeros(weights.shape, dtype), "x": jnp.zeros(2)})

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
+from tests.large import mostly_large
 
 SMALL = ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
 DTYPES = [*SMALL, "int8", "int32", "uint8", "bool", "int4"]
@@ -84,7 +85,7 @@ def check(seed: int) -> None:
     assert np.array_equal(expected.view(bits)[~nan], found.view(bits)[~nan]), case.source
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", mostly_large(range(24), range(8)))
 def test_random_syncs(seed: int) -> None:
     check(seed)
 

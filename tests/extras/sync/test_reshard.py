@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import lazymodel as lm
 from tests.compile_events import compile_events
 from tests.core.trace._eager import random_spec
+from tests.large import mostly_large
 
 DTYPES = {
     "float": np.float32,
@@ -109,7 +110,7 @@ def test_arrays_without_elements(there: str, meshes: dict[str, Mesh]) -> None:
     assert np.asarray(after["made"] + 1).shape == (0, 3, 16) and after["keys"].shape == (0, 16)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", mostly_large(range(12), range(4)))
 def test_random_moves(seed: int, meshes: dict[str, Mesh]) -> None:
     rng = np.random.default_rng(seed)
 

@@ -5,6 +5,7 @@ Sizes differ from each other and from the batch, so a collective that has the ba
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 import lazymodel_keras as lk
+from tests.large import mostly_large
 
 from ..models import seeded
 
@@ -165,11 +167,16 @@ CASES: dict[str, tuple[Callable[[], keras.Model], str | None, Callable[[Any], An
 
 
 @pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method:UserWarning")
-@pytest.mark.parametrize("shape", [(8, 1), (4, 2)], ids=str)
-@pytest.mark.parametrize("case", CASES)
-def test_no_collective_has_the_whole_batch(case: str, shape: tuple[int, int], programs: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("case", "columns"),
+    mostly_large(
+        [*itertools.product(CASES, (1, 2))],
+        [("functional", 1), *((case, 2) for case in CASES if case != "lora")],  # int8 has pairs too
+    ),
+)
+def test_no_collective_has_the_whole_batch(case: str, columns: int, programs: list[str]) -> None:
     build, policy, change = CASES[case]
-    mesh = Mesh(np.array(jax.devices()).reshape(shape), (ROWS, COLUMNS))
+    mesh = Mesh(np.array(jax.devices()).reshape(-1, columns), (ROWS, COLUMNS))
     abstract = change(seeded(lambda: lm.build_abstract(compiled(build, policy))))
     inputs, labels = data(abstract.framework.unfilled().result)
     with lk.distribution(mesh).scope():
@@ -178,7 +185,7 @@ def test_no_collective_has_the_whole_batch(case: str, shape: tuple[int, int], pr
         assert gathered(step) == []
         found = model.fit(inputs, labels, batch_size=BATCH, shuffle=False, verbose=0, epochs=2).history["loss"]
     assert all(isinstance(each, NamedSharding) and each.spec[0] == ROWS for each in LOGITS)
-    if shape[1] > 1 and case == "kerashub":  # the tied table is called twice; logits are split by words as well
+    if columns > 1 and case == "kerashub":  # the tied table is called twice; logits are split by words as well
         assert {tuple(each.spec) for each in LOGITS} == {(ROWS, None, COLUMNS)}
     alone = abstract.materialize()
     expected = alone.fit(inputs, labels, batch_size=BATCH, shuffle=False, verbose=0, epochs=2).history["loss"]

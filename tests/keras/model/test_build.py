@@ -34,7 +34,7 @@ from tests.keras.models import (
     preset_of,
     seeded,
 )
-from tests.keras.versions import mostly_large
+from tests.large import mostly_large
 
 eqx: Any = pytest.importorskip("equinox")
 flax: Any = pytest.importorskip("flax")

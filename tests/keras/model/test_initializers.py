@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
-from tests.keras.versions import mostly_large
+from tests.large import mostly_large
 
 KI = keras.initializers
 OWN: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
@@ -45,7 +45,8 @@ def own_abstract(name: str, dtype: str = "float32") -> tuple[np.ndarray, lm.Abst
     return expected, lm.build_abstract(build)
 
 
-OF_OTHERS = ("LecunNormal", "LecunUniform", "HeNormal", "HeUniform")  # Glorot's programs with another scale
+# Programs of others with other numbers.
+OF_OTHERS = ("LecunNormal", "LecunUniform", "HeNormal", "HeUniform", "GlorotNormal", "Ones", "RandomUniform")
 
 
 @pytest.mark.parametrize("name", mostly_large(OWN, set(OWN) - {*OF_OTHERS}))
@@ -68,7 +69,7 @@ def test_equal_to_keras_on_any_sharding(name: str) -> None:
                 np.testing.assert_array_equal(expected, np.asarray(value), err_msg=f"{name} {spec} {mesh_shape}")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", mostly_large(["bfloat16", "float16"], ["bfloat16"]))
 @pytest.mark.parametrize("name", ["RandomNormal", "GlorotUniform", "TruncatedNormal", "Zeros", "Constant"])
 def test_equal_to_keras_in_half_precision(name: str, dtype: str, mesh8: Mesh) -> None:
     expected, abstract = own_abstract(name, dtype)

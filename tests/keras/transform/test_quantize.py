@@ -74,9 +74,7 @@ BF16 = {"dtype": "bfloat16"}
 Case = tuple[str, Callable[[], Any], Any, dict[str, Any]]
 CASES: dict[str, Case] = {
     "int8": ("llama3", lambda: "int8", None, {}),
-    "int4": ("llama3", lambda: "int4", None, {}),
     "float8": ("llama3", lambda: "float8", None, {}),
-    "int4 of columns": ("llama3", lambda: Int4(block_size=None), None, {}),
     "int4 of odd blocks": ("llama3", lambda: Int4(block_size=24), None, {}),
     "weights only": ("llama3", lambda: Int8(activation_quantizer=None), lambda layer: layer.name != "key", {}),
     "its own range": (  # its axis is a matrix' only
@@ -86,11 +84,13 @@ CASES: dict[str, Case] = {
         {},
     ),
     "an unknown quantizer": ("gemma", lambda: Int8(weight_quantizer=Halves(axis=-1)), ["^token_embedding$"], {}),
-    "bfloat16 to int8": ("gemma", lambda: "int8", None, BF16),
     "bfloat16 to int4": ("gemma task", lambda: "int4", None, BF16),
     "views of files": ("hugging face", lambda: "int4", None, {}),  # transposed and reshaped
 }
 LARGE: dict[str, Case] = {
+    "int4": ("llama3", lambda: "int4", None, {}),
+    "int4 of columns": ("llama3", lambda: Int4(block_size=None), None, {}),
+    "bfloat16 to int8": ("gemma", lambda: "int8", None, BF16),
     "mixed_bfloat16": ("gemma task", lambda: "int8", None, {"dtype": "mixed_bfloat16"}),
     "views of files to int8": ("hugging face", lambda: "int8", None, {}),
     **{
@@ -102,11 +102,15 @@ LARGE: dict[str, Case] = {
 blocks = needs_keras("3.14", "int4 in blocks")
 
 
+def of_blocks(name: str) -> list[pytest.MarkDecorator]:
+    return [blocks] if name.startswith("int4 of") else []
+
+
 @pytest.mark.parametrize(
     "name",
     [
-        *(pytest.param(name, marks=blocks if name.startswith("int4 of") else ()) for name in CASES),
-        *(pytest.param(name, marks=pytest.mark.large) for name in LARGE),
+        *(pytest.param(name, marks=of_blocks(name)) for name in CASES),
+        *(pytest.param(name, marks=[pytest.mark.large, *of_blocks(name)]) for name in LARGE),
     ],
 )
 def test_equals_quantizing_the_loaded_model(preset: Path, mesh8: Mesh, name: str, tmp_path: Path) -> None:
