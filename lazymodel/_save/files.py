@@ -1,6 +1,6 @@
 """What is to be written, and the protocol of the places that it goes to.
 
-A format's module (`safetensors`, `hdf5`, `orbax`) lays tensors out in files: bytes that are known, and where in them
+A format's module (`safetensors`, or one of an extra) lays tensors out in files: bytes that are known, and where in them
 the bytes of tensors will be. A `Destination` takes them: on a disk (`disk`), or in a bucket (`store`).
 """
 

@@ -18,10 +18,11 @@ from lazymodel._abstract.framework import ModelSpec
 from lazymodel._abstract.variable import lazy_array, named_arrays
 from lazymodel._devices.collective import agreement
 from lazymodel._errors import LazyModelError
+from lazymodel._extras import extra
 from lazymodel._mapping.resolve import lazy_values
 from lazymodel._mapping.table import WeightMap
 from lazymodel._remote.path import LocalPath, Location, RemotePath, location
-from lazymodel._save import hdf5, orbax, safetensors
+from lazymodel._save import orbax, safetensors
 from lazymodel._save.atomic import writing
 from lazymodel._save.disk import FileDestination, FolderDestination
 from lazymodel._save.files import Destination, SaveOptions
@@ -226,8 +227,7 @@ def _destination(
     if format == "orbax":
         return orbax.OrbaxDestination(where, orbax.layout(tensors, tree), options)
     if format == "hdf5":
-        kind = hdf5.Hdf5Shards if where.suffix == ".json" else FileDestination
-        return kind(where, hdf5.layout(tensors, where, options), options)
+        return extra("hdf5_destination")(where, tensors, options)
     kind = FileDestination if options.shard_size is None else FolderDestination
     return kind(where, safetensors.layout(tensors, options), options)
 

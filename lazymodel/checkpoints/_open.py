@@ -23,7 +23,6 @@ from lazymodel._remote.requests import Unavailable
 from lazymodel._remote.url import is_url
 from lazymodel._show.text import listed
 from lazymodel.checkpoints._checkpoint import Checkpoint, newest_step
-from lazymodel.checkpoints._hdf5 import open_archive, open_hdf5
 from lazymodel.checkpoints._hugging_face import DecodedCheckpoint, decoded
 from lazymodel.checkpoints._orbax import OrbaxCheckpoint, find_item
 from lazymodel.checkpoints._safetensors import Contents, Index, SafetensorsFile, is_numbered, loose_files
@@ -58,15 +57,15 @@ _NUMPY, _ZIP = b"\x93NUMPY", b"PK\x03\x04"
 # The first one that a file's name or content fits is its format.
 _FORMATS = (
     Format("safetensors", (".safetensors.index.json",), None, SafetensorsFile, ".safetensors"),
-    Format("hdf5", (".weights.json",), None, open_hdf5, ".weights.h5", grouped=True),
+    Format("hdf5", (".weights.json",), None, _by("open_hdf5"), ".weights.h5", grouped=True),
     Format("pytorch", (".bin.index.json",), None, _by("PyTorchFile"), ".bin"),
     Format("safetensors", (".safetensors",), None, SafetensorsFile),
-    Format("hdf5", (".weights.h5", ".h5", ".hdf5"), b"\x89HDF\r\n\x1a\n", open_hdf5),
+    Format("hdf5", (".weights.h5", ".h5", ".hdf5"), b"\x89HDF\r\n\x1a\n", _by("open_hdf5")),
     Format("numpy", (".npz",), None, _by("open_npz")),
     Format("numpy", (".npy",), _NUMPY, _by("open_npy")),
     Format("gguf", (".gguf",), b"GGUF", _by("open_gguf")),
     Format("pytorch", (".bin", ".pt", ".pth", ".ckpt", ".pth.tar"), None, _by("PyTorchFile")),
-    Format("hdf5", (".keras",), _ZIP, open_archive),
+    Format("hdf5", (".keras",), _ZIP, _by("open_archive")),
 )
 SUFFIXES = tuple(suffix for kind in _FORMATS for suffix in kind.suffixes)
 _SUPPORTED = (

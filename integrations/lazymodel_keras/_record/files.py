@@ -36,15 +36,12 @@ from lazymodel._remote.path import LocalPath, Location, RemoteFile, RemotePath, 
 from lazymodel._remote.url import is_supported, is_url, shown
 from lazymodel._show.text import format_bytes
 from lazymodel.checkpoints import SafetensorsFile
-from lazymodel.checkpoints._hdf5 import H5File
 from lazymodel.checkpoints._hugging_face import CONFIG, DecodedCheckpoint, read_config
 from lazymodel.checkpoints._open import CachedCopy, cached_copy, content_files, located, model_weights, open_located
 from lazymodel.checkpoints._safetensors import is_numbered, loose_files
-from lazymodel.checkpoints._untrusted import (
-    indexed_shards,
-    member_start,
-    require_shards,
-)
+from lazymodel.checkpoints._untrusted import indexed_shards, require_shards
+from lazymodel.extras.formats.archive import member_start
+from lazymodel.extras.formats.hdf5 import H5File
 from lazymodel.extras.quantized.config import find_config
 from lazymodel.extras.quantized.families import require_known
 from lazymodel.extras.quantized.scaled import CODES, Float4Tensor, scaled_pairs

@@ -43,7 +43,6 @@ from lazymodel._remote.path import LocalPath, matching
 from lazymodel._save.atomic import carry_over, staging, writing
 from lazymodel._save.disk import check_room
 from lazymodel._save.files import SavedFile, SaveOptions
-from lazymodel._save.hdf5 import replace_keras_shards, reserving_properties
 from lazymodel._save.safetensors import old_files
 from lazymodel._save.write import write_files
 from lazymodel._show.text import parse_bytes
@@ -52,6 +51,7 @@ from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.shards import DeviceTensor
 from lazymodel.checkpoints._open import staging_folder
 from lazymodel.checkpoints._untrusted import read_json_file
+from lazymodel.extras.formats.save_hdf5 import replace_keras_shards, reserving_properties
 from lazymodel_keras import _upstream
 from lazymodel_keras._model.keras_object import KerasModel, model_variables
 from lazymodel_keras._model.layers import held_lazily, lazy_operations

@@ -32,15 +32,13 @@ from lazymodel.checkpoints._untrusted import (
     HOSTILE,
     MAX_DIMENSIONS,
     TRUNCATED,
-    Window,
     check_pointer,
     corrupt,
     counts,
-    member_start,
     mismatch,
     shard_path,
-    zip_directory,
 )
+from lazymodel.extras.formats.archive import Window, member_start, zip_directory
 
 _MAX_HEADER = 12 + 10_000  # bytes: magic and length, then as much header as NumPy itself reads from untrusted files
 

@@ -28,18 +28,15 @@ from lazymodel._tensors.tensor_source import FileTensor
 from lazymodel.checkpoints._checkpoint import Checkpoint, TensorHeader
 from lazymodel.checkpoints._safetensors import short
 from lazymodel.checkpoints._untrusted import (
-    LOCAL_HEADER,
     MAX_DIMENSIONS,
     MAX_NBYTES,
     TRUNCATED,
-    Window,
     check_pointer,
     corrupt,
     counts,
     mismatch,
-    stored_start,
-    zip_directory,
 )
+from lazymodel.extras.formats.archive import LOCAL_HEADER, Window, stored_start, zip_directory
 
 _MAX_PICKLE = 64 << 20  # bytes; a tensor takes about 200
 _MAX_DEPTH = 64  # of dicts and lists in each other

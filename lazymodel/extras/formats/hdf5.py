@@ -41,18 +41,15 @@ from lazymodel.checkpoints._safetensors import Contents, Index
 from lazymodel.checkpoints._untrusted import (
     HOSTILE,
     MAX_JSON,
-    MAX_RATIO,
     TRUNCATED,
-    Window,
     check_pointer,
     corrupt,
     mismatch,
     read_json_object,
-    stored_start,
     truncated,
     weight_map,
-    zip_directory,
 )
+from lazymodel.extras.formats.archive import MAX_RATIO, Window, stored_start, zip_directory
 
 VIRTUAL = 3  # the layout class of a dataset whose values are stored in other datasets
 _LAYOUT, _CONTINUATION = 0x08, 0x10  # types of messages

@@ -21,18 +21,18 @@ import numpy as np
 from lazymodel._errors import LazyModelError, warn
 from lazymodel._remote.path import LocalPath
 from lazymodel._save.atomic import Staging, writing
-from lazymodel._save.disk import DiskDestination, replace_shards
+from lazymodel._save.disk import DiskDestination, FileDestination, replace_shards
 from lazymodel._save.files import SavedFile, SaveOptions, grouped
 from lazymodel._tensors.byte_reader import Seekable
 from lazymodel._tensors.lazy import LazyTensor
-from lazymodel.checkpoints._hdf5 import import_h5py
 from lazymodel.checkpoints._open import staging_folder
 from lazymodel.checkpoints._untrusted import is_numpys
+from lazymodel.extras.formats.hdf5 import import_h5py
 
 _BFLOAT16 = np.dtype(jnp.bfloat16)
 
 
-def layout(tensors: Mapping[str, LazyTensor], path: Path, options: SaveOptions) -> list[SavedFile]:
+def _layout(tensors: Mapping[str, LazyTensor], path: Path, options: SaveOptions) -> list[SavedFile]:
     """One file of the path's name; or, where that is an index (`.weights.json`), shards as Keras names them."""
     for name, tensor in tensors.items():
         if not is_numpys(tensor.dtype) and tensor.dtype != _BFLOAT16:
@@ -49,7 +49,13 @@ def layout(tensors: Mapping[str, LazyTensor], path: Path, options: SaveOptions) 
     return [_file(f"{base}_{number:05}.weights.h5", group) for number, group in enumerate(groups)]
 
 
-class Hdf5Shards(DiskDestination):
+def hdf5_destination(path: LocalPath, tensors: Mapping[str, LazyTensor], options: SaveOptions) -> DiskDestination:
+    """The file, or the index and shards, that tensors go to."""
+    kind = _Shards if path.suffix == ".json" else FileDestination
+    return kind(path, _layout(tensors, path, options), options)
+
+
+class _Shards(DiskDestination):
     """An index, `x.weights.json`, with its shards. Other files in the folder stay."""
 
     def __init__(self, path: LocalPath, files: list[SavedFile], options: SaveOptions) -> None:
