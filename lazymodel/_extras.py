@@ -9,9 +9,14 @@ import importlib
 from typing import Any
 
 EXTRAS = {
+    "OrbaxCheckpoint": "lazymodel.extras.formats.orbax",
+    "OrbaxDestination": "lazymodel.extras.formats.save_orbax",
+    "PyTorchFile": "lazymodel.extras.formats.pytorch",
+    "by_keys": "lazymodel.extras.formats.save_orbax",
     "copied": "lazymodel.extras.sync.reshard",
     "described_use": "lazymodel.extras.planning.what_if",
     "device_moves": "lazymodel.extras.sync.reshard",
+    "find_item": "lazymodel.extras.formats.orbax",
     "hdf5_destination": "lazymodel.extras.formats.save_hdf5",
     "is_adapter": "lazymodel.extras.lora.merge",
     "kept_pairs": "lazymodel.extras.lora.pairs",
@@ -23,7 +28,6 @@ EXTRAS = {
     "open_npy": "lazymodel.extras.formats.numpy",
     "open_npy_folder": "lazymodel.extras.formats.numpy",
     "open_npz": "lazymodel.extras.formats.numpy",
-    "PyTorchFile": "lazymodel.extras.formats.pytorch",
     "plain_tensors": "lazymodel.extras.quantized.families",
     "open_checkpoint": "lazymodel.checkpoints",  # no extra, but above those who take a path in place of it
     "run": "lazymodel.extras.run.run",

@@ -20,7 +20,7 @@ _PLACES = {
     "large": ["lazymodel._sharding.shard.LARGE"],  # bytes of a variable that needs a rule
     "list_seconds": ["lazymodel._remote.store.LIST_SECONDS"],
     "longest_retry_after": ["lazymodel._remote.requests.LONGEST_RETRY_AFTER"],
-    "orbax_chunk": ["lazymodel._save.orbax._CHUNK"],
+    "orbax_chunk": ["lazymodel.extras.formats.save_orbax._CHUNK"],
     "read_request": ["lazymodel._remote.prefetch.REQUEST"],
     "silence": ["lazymodel._devices.collective.SILENCE"],
     "least_upload_part": ["lazymodel._remote.upload.LEAST_PART"],
@@ -43,7 +43,7 @@ _PLACES = {
     "tried": ["lazymodel._tensors.casting.SMALL"],  # integers that are tried one by one
     "slab": ["lazymodel._tensors.decoded.COMPUTED_CHUNK"],  # bytes that are computed at a time
     "deflated": ["lazymodel.extras.formats.numpy._PIECE"],  # bytes that are decompressed at a time
-    "kept_chunk": ["lazymodel.checkpoints._orbax._KEEP"],  # bytes of a chunk that is kept for the next box
+    "kept_chunk": ["lazymodel.extras.formats.orbax._KEEP"],  # bytes of a chunk that is kept for the next box
 }
 
 

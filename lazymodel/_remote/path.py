@@ -3,8 +3,8 @@
 What they have besides the methods of `pathlib`: `lists` (False for web servers, where folders have no entries but those
 that are requested by name), `reader()` for the bytes of tensors, `files_below()`, `leads_out()` and `irregular()` for
 links and pipes, which stores do not have, `named()` and `identity` for places that messages and manifests name,
-`published()` and `fingerprint()` for what a file should be and is, `state()` and `anew()` for places that change while
-they are looked at, and `kvstore()` for TensorStore. A store is asked each question only once.
+`published()` and `fingerprint()` for what a file should be and is, and `state()` and `anew()` for places that change
+while they are looked at. A store is asked each question only once.
 
 `RemoteFile` is meant for headers: a few places of an object, each read in small steps. It keeps blocks of the object,
 and fetches consecutive blocks in increasingly long requests.
@@ -36,7 +36,7 @@ from lazymodel._errors import CheckpointError
 from lazymodel._remote.hub import stated_alongside
 from lazymodel._remote.prefetch import AHEAD, GAP, ReadAhead, Stopped, requests_for
 from lazymodel._remote.store import Store, open_store
-from lazymodel._remote.url import is_url, quoted
+from lazymodel._remote.url import is_url
 from lazymodel._show.text import printable
 from lazymodel._tensors.boxes import Geometry, ranges_of
 from lazymodel._tensors.buffers import DType, Steps, Workspace, parallel
@@ -195,10 +195,6 @@ class LocalPath(PosixPath):
         """The same place, of which nothing is known; itself if that is always so."""
         return self
 
-    def kvstore(self) -> dict[str, Any]:
-        """The specification of TensorStore's store of the files in the folder."""
-        return {"driver": "file", "path": f"{self.resolve()}/"}
-
 
 @functools.total_ordering
 class RemotePath:
@@ -318,10 +314,6 @@ class RemotePath:
 
     def anew(self) -> RemotePath:
         return RemotePath(self.store.anew(), self.key) if self.lists else self
-
-    def kvstore(self) -> dict[str, Any]:
-        """Raises CheckpointError if TensorStore has no driver for it, or none that accepts the given credentials."""
-        return _kvstore(self)
 
     def open(self, mode: str = "rb") -> io.BufferedIOBase | io.RawIOBase:
         """Opens the object as a file."""
@@ -552,34 +544,3 @@ def _attached(ahead: ReadAhead, sources: Iterable[RemoteReader]) -> Generator[No
     finally:
         for source in sources:
             source.detach(ahead)
-
-
-def _kvstore(folder: RemotePath) -> dict[str, Any]:
-    store = folder.store
-    path = f"{folder.key}/" if folder.key else ""
-    options = {**store.options, **store.options.get("config", {})}
-    options = {str(name).lower().removeprefix("aws_"): value for name, value in options.items()}
-    kind = store.url.kind
-    if kind == "s3":
-        if "access_key_id" in options or "credential_provider" in options:
-            raise CheckpointError(
-                f"{folder}: Orbax checkpoints are read by TensorStore, which takes no keys from storage_options; set "
-                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile, in the environment"
-            )
-        spec: dict[str, Any] = {"driver": "s3", "bucket": store.url.root.partition("://")[2], "path": path}
-        endpoint = options.get("endpoint") or options.get("endpoint_url")
-        spec |= {"endpoint": endpoint} if endpoint else {}
-        region = options.get("region") or options.get("default_region")
-        spec |= {"aws_region": region} if region else {}
-        return spec | ({"aws_credentials": {"type": "anonymous"}} if options.get("skip_signature") else {})
-    if kind == "gs":
-        return {"driver": "gcs", "bucket": store.url.root.partition("://")[2], "path": path}
-    if kind in ("http", "https", "hf"):
-        base, headers = store.http()
-        root, mark, query = base.partition("?")
-        names = [f"{name}: {value}" for name, value in headers.items()]
-        url = f"{root.rstrip('/')}/{quoted(folder.key)}{mark}{query}"
-        return {"driver": "http", "base_url": url, "path": "/", "headers": names}
-    raise CheckpointError(
-        f"{folder}: TensorStore, which reads Orbax checkpoints, has no driver for Azure; copy it to a disk first"
-    )

@@ -19,8 +19,7 @@ from lazymodel._save.files import SavedFile, SaveOptions, grouped
 from lazymodel._show.text import format_bytes, listed
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel.checkpoints._checkpoint import newest_step
-from lazymodel.checkpoints._open import weight_files
-from lazymodel.checkpoints._orbax import find_item
+from lazymodel.checkpoints._open import orbax_in, weight_files
 from lazymodel.checkpoints._safetensors import (
     DTYPES,
     DTYPES_KEY,
@@ -118,11 +117,7 @@ def old_files(folder: Location, ignored: re.Pattern[str] | None = None) -> list[
     if ignored is not None and INDEX not in names:
         names = [name for name in names if not ignored.fullmatch(name)]
     if not names:
-        try:
-            found = find_item(folder)
-        except LazyModelError:  # of Orbax, too, though it cannot be opened
-            found = folder
-        if found is not None:
+        if orbax_in(folder):
             raise _other(folder, "Orbax")
         if (step := newest_step(folder)) is not None:
             raise _other(folder, f"steps, of which {step.name} is the newest")

@@ -22,7 +22,7 @@ from lazymodel._extras import extra
 from lazymodel._mapping.resolve import lazy_values
 from lazymodel._mapping.table import WeightMap
 from lazymodel._remote.path import LocalPath, Location, RemotePath, location
-from lazymodel._save import orbax, safetensors
+from lazymodel._save import safetensors
 from lazymodel._save.atomic import writing
 from lazymodel._save.disk import FileDestination, FolderDestination
 from lazymodel._save.files import Destination, SaveOptions
@@ -111,7 +111,7 @@ def save(
     with agreement(held, **TERMS):
         format, tree = _format(path, format), None
         if format == "orbax" and mapping is None:
-            arrays, tree = orbax.by_keys(model, arrays)
+            arrays, tree = extra("by_keys")(model, arrays)
         where = _located(path, storage_options, format)
         tensors = mapped({name: lazy_array(name, array) for name, array in arrays.items()}, mapping)
         size = parse_bytes(max_shard_size, name="max_shard_size", at_least=1)
@@ -219,13 +219,13 @@ def _destination(
     format: str,
     options: SaveOptions,
     held: Mapping[str, Any],
-    tree: Mapping[orbax.Keys, Any] | None,
+    tree: Mapping[Any, Any] | None,
 ) -> Destination:
     """The files that there will be, and where; the same in every process."""
     if isinstance(where, RemotePath):
         return StoreDestination(where, safetensors.layout(tensors, options), options, held)
     if format == "orbax":
-        return orbax.OrbaxDestination(where, orbax.layout(tensors, tree), options)
+        return extra("OrbaxDestination")(where, tensors, tree, options)
     if format == "hdf5":
         return extra("hdf5_destination")(where, tensors, options)
     kind = FileDestination if options.shard_size is None else FolderDestination

@@ -19,8 +19,7 @@ from lazymodel._save.atomic import staging, writing
 from lazymodel._save.save import TERMS, roles, save, values_of
 from lazymodel._show.text import listed
 from lazymodel.checkpoints._checkpoint import DECIDING, KEY, described, is_complete, step_folders
-from lazymodel.checkpoints._open import staging_folder, weight_files
-from lazymodel.checkpoints._orbax import find_item
+from lazymodel.checkpoints._open import orbax_in, staging_folder, weight_files
 
 
 def save_step(
@@ -103,15 +102,8 @@ def _check_folder(folder: Location) -> None:
     """Raises LazyModelError where what is in a folder would hide a step."""
     if folder.suffix == ".safetensors" or not (folder.is_dir() or not folder.exists()):
         raise LazyModelError(f"{folder} is the name of a file; give the folder of steps")
-    if folder.is_dir() and (found := [file.name for file in weight_files(folder)] or _item(folder)):
-        raise LazyModelError(f"{folder} has a checkpoint, {found[0]}, which would hide the step; use another folder")
-
-
-def _item(folder: Location) -> list[str]:
-    try:
-        return [] if (item := find_item(folder)) is None else [str(item)]
-    except CheckpointError:  # of Orbax, too, though it cannot be opened
-        return ["of Orbax"]
+    if folder.is_dir() and (found := next((file.name for file in weight_files(folder)), "") or orbax_in(folder)):
+        raise LazyModelError(f"{folder} has a checkpoint, {found}, which would hide the step; use another folder")
 
 
 def _remove_old(folder: Location, saved: int, most: int) -> list[str]:

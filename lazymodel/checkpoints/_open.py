@@ -24,7 +24,6 @@ from lazymodel._remote.url import is_url
 from lazymodel._show.text import listed
 from lazymodel.checkpoints._checkpoint import Checkpoint, newest_step
 from lazymodel.checkpoints._hugging_face import DecodedCheckpoint, decoded
-from lazymodel.checkpoints._orbax import OrbaxCheckpoint, find_item
 from lazymodel.checkpoints._safetensors import Contents, Index, SafetensorsFile, is_numbered, loose_files
 from lazymodel.checkpoints._untrusted import check_pointer, indexed_shards, read_json_file, weight_map
 from lazymodel.checkpoints._verify import Verify, verify_files
@@ -466,8 +465,8 @@ def _without_weight_files(where: Location) -> Contents:
     """Opens a folder without files that are known by their name: of Orbax, of steps, of `.npy` files, or PyTorch's."""
     found, item = Contents(where, "orbax"), None
     with found.noting():
-        if (item := find_item(where)) is not None:
-            found.add(OrbaxCheckpoint(where, item))
+        if (item := extra("find_item")(where)) is not None:
+            found.add(extra("OrbaxCheckpoint")(where, item))
     if item is not None or found.problems:
         return found
     if newest_step(where) is not None:
@@ -490,6 +489,15 @@ def _without_weight_files(where: Location) -> Contents:
     with found.noting():
         found.add(extra("open_npy_folder")(where, names))
     return found
+
+
+def orbax_in(folder: Location) -> str:
+    """The Orbax checkpoint that a folder is or has, in words; empty if there is none."""
+    try:
+        item = extra("find_item")(folder)
+    except CheckpointError:  # there is one, though it cannot be opened
+        return "of Orbax"
+    return "" if item is None else str(item)
 
 
 def open_located(where: Location, *, as_stored: bool = False) -> Checkpoint:

@@ -15,7 +15,6 @@ import stat
 from collections.abc import Generator, Sequence
 from typing import Any, TypeGuard, cast
 
-import ml_dtypes
 import numpy as np
 
 from lazymodel._errors import CheckpointError
@@ -43,11 +42,6 @@ def mismatch(where: object, expected: str, found: object, fix: str = CORRUPT) ->
 def truncated(path: object, expected: str, found: object) -> CheckpointError:
     """The error for a file that ends too early."""
     return CheckpointError(f"{path} is truncated: expected {expected}, found {found}. Download or copy it again.")
-
-
-def is_number(dtype: np.dtype[Any]) -> bool:
-    """Returns True if arrays of a dtype can be weights: NumPy's numbers, and those of ml_dtypes."""
-    return is_numpys(dtype) or dtype.type.__module__ == ml_dtypes.bfloat16.__module__
 
 
 def is_numpys(dtype: np.dtype[Any]) -> bool:
@@ -182,20 +176,3 @@ def require_shards(index: Location, paths: Sequence[Location]) -> None:
     if missing := [path.name for path in paths if not path.is_file()]:
         found = f"{len(paths) - len(missing)} without {listed(missing)}"
         raise mismatch(index, f"{len(paths)} shard files alongside it", found, "download the others too")
-
-
-def files_inside(folder: Location) -> list[str]:
-    """Paths in a folder of all its files, with slashes; raises for anything but files, and for links that lead out."""
-    files = folder.files_below()
-    for path in (folder / name for name in files):
-        try:
-            is_link = path.is_symlink()
-            target = is_link and path.leads_out(folder)
-            found = f"a symbolic link to {target}" if target else path.irregular()
-        except (OSError, RuntimeError) as error:
-            raise CheckpointError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from error
-        if found and is_link:
-            raise mismatch(path, "a file in the checkpoint's folder", found, "copy what it links to if meant")
-        if found:
-            raise mismatch(path, "a file", found, HOSTILE)
-    return files

@@ -22,12 +22,12 @@ from lazymodel._abstract.variable import ARRAYS, NUMBERS, as_array, path_text
 from lazymodel._errors import LazyModelError
 from lazymodel._remote.path import LocalPath
 from lazymodel._save.disk import WholeFolder
-from lazymodel._save.files import SavedFile
+from lazymodel._save.files import SavedFile, SaveOptions
 from lazymodel._show.text import listed
 from lazymodel._tensors.boxes import grid, whole_box
 from lazymodel._tensors.lazy import LazyTensor
-from lazymodel.checkpoints._orbax import METADATA, ZARR_DTYPES, foreign_entries
 from lazymodel.checkpoints._untrusted import is_numpys
+from lazymodel.extras.formats.orbax import METADATA, ZARR_DTYPES, foreign_entries
 
 _CHUNK = 8 << 20  # bytes: reading a part of a chunk reads all of it, and some hundred files a second cost nothing
 _SEQUENCE, _DICT = 1, 2  # Orbax' types of keys: of a list or tuple, and of a dict or a field
@@ -84,7 +84,7 @@ def _empty(node: Any) -> str:
     return "List" if isinstance(node, list) else "Dict"
 
 
-def layout(tensors: Mapping[str, LazyTensor], tree: Mapping[Keys, Any] | None = None) -> list[SavedFile]:
+def _layout(tensors: Mapping[str, LazyTensor], tree: Mapping[Keys, Any] | None) -> list[SavedFile]:
     """The files of an item: those that describe it, and one for each chunk of a tensor.
 
     `tree` has the tensors' keys, joined by `/` in their names, and empty containers; without it they are of dicts.
@@ -128,7 +128,12 @@ def layout(tensors: Mapping[str, LazyTensor], tree: Mapping[Keys, Any] | None = 
 
 
 class OrbaxDestination(WholeFolder):
-    """A folder of Orbax."""
+    """A folder of Orbax; `tree` is as of `by_keys`, or None for a dict of dicts."""
+
+    def __init__(
+        self, path: LocalPath, tensors: Mapping[str, LazyTensor], tree: Mapping[Keys, Any] | None, options: SaveOptions
+    ) -> None:
+        super().__init__(path, _layout(tensors, tree), options)
 
     def _there(self) -> LocalPath | None:
         if not self.path.exists():

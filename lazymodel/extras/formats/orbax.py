@@ -30,10 +30,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
+import ml_dtypes
 import numpy as np
 
 from lazymodel._errors import CheckpointError, required, warn
-from lazymodel._remote.path import Location
+from lazymodel._remote.path import Location, RemotePath
+from lazymodel._remote.url import quoted
 from lazymodel._show.text import listed
 from lazymodel._tensors.boxes import Box, box_shape, shift
 from lazymodel._tensors.buffers import Steps, Workspace, assign
@@ -42,9 +44,9 @@ from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.tensor_source import ArrayTensor, TensorSource
 from lazymodel.checkpoints._checkpoint import Checkpoint
 from lazymodel.checkpoints._untrusted import (
+    HOSTILE,
     check_pointer,
-    files_inside,
-    is_number,
+    is_numpys,
     mismatch,
     read_at_most,
     read_json_file,
@@ -307,6 +309,43 @@ def _attempt(function: Callable[[], T], failed: str, remote: bool) -> T:
     raise CheckpointError(f"{failed}: {code}. {fix} Or the store refuses access.")
 
 
+def _kvstore(folder: Location) -> dict[str, Any]:
+    """The specification of TensorStore's store of the files in a folder.
+
+    Raises CheckpointError if TensorStore has no driver for it, or none that accepts the given credentials.
+    """
+    if not isinstance(folder, RemotePath):
+        return {"driver": "file", "path": f"{folder.resolve()}/"}
+    store = folder.store
+    path = f"{folder.key}/" if folder.key else ""
+    options = {**store.options, **store.options.get("config", {})}
+    options = {str(name).lower().removeprefix("aws_"): value for name, value in options.items()}
+    kind = store.url.kind
+    if kind == "s3":
+        if "access_key_id" in options or "credential_provider" in options:
+            raise CheckpointError(
+                f"{folder}: Orbax checkpoints are read by TensorStore, which takes no keys from storage_options; set "
+                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile, in the environment"
+            )
+        spec: dict[str, Any] = {"driver": "s3", "bucket": store.url.root.partition("://")[2], "path": path}
+        endpoint = options.get("endpoint") or options.get("endpoint_url")
+        spec |= {"endpoint": endpoint} if endpoint else {}
+        region = options.get("region") or options.get("default_region")
+        spec |= {"aws_region": region} if region else {}
+        return spec | ({"aws_credentials": {"type": "anonymous"}} if options.get("skip_signature") else {})
+    if kind == "gs":
+        return {"driver": "gcs", "bucket": store.url.root.partition("://")[2], "path": path}
+    if kind in ("http", "https", "hf"):
+        base, headers = store.http()
+        root, mark, query = base.partition("?")
+        names = [f"{name}: {value}" for name, value in headers.items()]
+        url = f"{root.rstrip('/')}/{quoted(folder.key)}{mark}{query}"
+        return {"driver": "http", "base_url": url, "path": "/", "headers": names}
+    raise CheckpointError(
+        f"{folder}: TensorStore, which reads Orbax checkpoints, has no driver for Azure; copy it to a disk first"
+    )
+
+
 class OrbaxCheckpoint(Checkpoint):
     """An Orbax item: the path of a leaf in the saved tree, its keys joined by `/`, → its tensor.
 
@@ -324,7 +363,7 @@ class OrbaxCheckpoint(Checkpoint):
     format = "orbax"
 
     def __init__(self, path: Location, item: Location) -> None:
-        tree, files = read_tree(item), files_inside(item)
+        tree, files = read_tree(item), _files_inside(item)
         self.item, self._places = str(item), [item / name for name in files]
         self._remote, ocdbt = item.remote, (item / MANIFEST).exists()
         needs_index = (tree and tree.fields.get("use_ocdbt")) or any(name.startswith(_PROCESS) for name in files)
@@ -336,7 +375,7 @@ class OrbaxCheckpoint(Checkpoint):
             raise mismatch(item, f"{MANIFEST}, the index of its arrays,", "none", fix)
         if ocdbt:
             check_pointer(item / MANIFEST)
-        ts, base = _tensorstore(), item.kvstore()
+        ts, base = _tensorstore(), _kvstore(item)
         # Nothing is cached but OCDBT's own nodes: every decoded chunk is the memory of the read that needs it.
         self._context = ts.Context(
             {
@@ -404,7 +443,7 @@ class OrbaxCheckpoint(Checkpoint):
             dtype = np.dtype(array.dtype.numpy_dtype)
         except _FAILURES:
             dtype = np.dtype(object)
-        if not is_number(dtype):
+        if not _is_number(dtype):
             raise mismatch(what, "numbers", array.dtype.name, "they cannot be weights")
         if not math.prod(shape):
             return LazyTensor(ArrayTensor(np.empty(shape, dtype), name))
@@ -571,3 +610,25 @@ def _whole_chunks(box: Box, chunk: tuple[int, ...], limit: int) -> Iterator[Box]
             slice(max((f + i) * step, part.start), min((f + i + take) * step, part.stop))
             for f, i, step, take, part in zip(first, index, chunk, taken, box, strict=True)
         )
+
+
+def _files_inside(folder: Location) -> list[str]:
+    """Paths in a folder of all its files, with slashes; raises for anything but files, and for links that lead out."""
+    files = folder.files_below()
+    for path in (folder / name for name in files):
+        try:
+            is_link = path.is_symlink()
+            target = is_link and path.leads_out(folder)
+            found = f"a symbolic link to {target}" if target else path.irregular()
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from error
+        if found and is_link:
+            raise mismatch(path, "a file in the checkpoint's folder", found, "copy what it links to if meant")
+        if found:
+            raise mismatch(path, "a file", found, HOSTILE)
+    return files
+
+
+def _is_number(dtype: np.dtype[Any]) -> bool:
+    """Returns True if arrays of a dtype can be weights: NumPy's numbers, and those of ml_dtypes."""
+    return is_numpys(dtype) or dtype.type.__module__ == ml_dtypes.bfloat16.__module__
