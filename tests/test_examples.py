@@ -114,6 +114,7 @@ def test_the_sampler_follows_the_trainer() -> None:
     assert rewards[0] < 0.7 and rewards[-1] > 0.9
 
 
+@pytest.mark.large
 def test_init_study(tmp_path: Path) -> None:
     printed = run("init_study.py", str(tmp_path / "figure.png"))
     grown = re.findall(r"deviation grows from 1 to (\S+), the gradient by (\S+)", printed)

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 from tests.collectives import sent_nbytes
+from tests.large import mostly_large
 
 ROWS, LENGTH, WIDTH, WORDS, LAYERS = 32, 16, 32, 256, 2
 
@@ -82,8 +83,17 @@ def _abstract(mesh: Mesh, *, stacked: bool) -> lm.AbstractModel[Any]:
     return lm.build_abstract(build, jax.random.key(0)).shard(mesh, rules)
 
 
-@pytest.mark.parametrize("stacked", [False, True], ids=["unrolled", "scan"])
-@pytest.mark.parametrize(("axes", "remat"), [({"data": 8}, False), ({"fsdp": 4, "model": 2}, True)])
+@pytest.mark.parametrize(
+    ("axes", "remat", "stacked"),
+    mostly_large(
+        [
+            (axes, remat, stacked)
+            for axes, remat in (({"data": 8}, False), ({"fsdp": 4, "model": 2}, True))
+            for stacked in (False, True)
+        ],
+        [({"data": 8}, False, False), ({"fsdp": 4, "model": 2}, True, True)],
+    ),
+)
 def test_a_step_is_as_one_that_is_pinned_by_hand(
     axes: dict[str, int], remat: bool, stacked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,7 +100,7 @@ def without(own: str) -> list[Any]:
 @pytest.mark.parametrize(
     ("own", "axes", "current"),
     [
-        ("explicit", "explicit", "same"),
+        pytest.param("explicit", "explicit", "same", marks=pytest.mark.large),
         ("explicit", "auto", "fewer"),
         pytest.param("auto", "explicit", "fewer", marks=pytest.mark.large),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,7 @@ from tests.keras.models import (
     seeded,
 )
 from tests.keras.versions import needs_keras, needs_saved_tasks
+from tests.large import mostly_large
 from tests.small import make_small
 
 # Keras warns of every layer that it passes over, and so do we.
@@ -306,17 +308,19 @@ def quantized_on_devices(model: keras.Model, how: Any, monkeypatch: pytest.Monke
         return quantized(model, how)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+WAYS: dict[str, Any] = {"int8": "int8", "float8": "float8", "int4": "int4", "int4 of odd blocks": Int4(block_size=24)}
+
+
 @pytest.mark.parametrize(
-    "how",
-    [
-        "int8",
-        "float8",
-        pytest.param("int4", marks=blocks),
-        pytest.param(Int4(block_size=24), marks=blocks, id="blocks"),
-    ],
+    ("name", "dtype"),
+    mostly_large(
+        [*itertools.product(WAYS, ("float32", "bfloat16"))],
+        [("int8", "float32"), ("float8", "bfloat16"), ("int4", "bfloat16"), ("int4 of odd blocks", "float32")],
+        lambda case: [blocks] if "int4" in case[0] else [],
+    ),
 )
-def test_a_sampler_is_quantized_on_the_way(mesh8: Mesh, how: Any, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sampler_is_quantized_on_the_way(mesh8: Mesh, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    how = WAYS[name]
     here, there = (Mesh(half, ("model",)) for half in np.split(mesh8.devices.ravel(), 2))
     trainer = lm.build_abstract(layers, "float32").shard(here, {".*": P()}).materialize()
     rules = {"(query|output)/kernel": P("model"), ".*": P()}
@@ -342,16 +346,12 @@ def test_a_sampler_is_quantized_on_the_way(mesh8: Mesh, how: Any, dtype: str, mo
 
 
 @pytest.mark.parametrize(
-    "how",
-    [
-        "int8",
-        "float8",
-        pytest.param("int4", marks=blocks),
-        pytest.param(Int4(block_size=24), marks=blocks, id="blocks"),
-    ],
+    "name",
+    mostly_large(WAYS, ("int8", "int4 of odd blocks"), lambda name: [blocks] if "int4" in name else []),
 )
-def test_a_model_that_a_function_builds_is_quantized_from_floats(how: Any, tmp_path: Path, mesh8: Mesh) -> None:
+def test_a_model_that_a_function_builds_is_quantized_from_floats(name: str, tmp_path: Path, mesh8: Mesh) -> None:
     """From any checkpoint of it before it was quantized, as it is read; from its own, as it is."""
+    how = WAYS[name]
     own = randomize(layers("float32"))
     file, weights = str(tmp_path / "model.safetensors"), str(tmp_path / "model.weights.h5")
     lm.save(own, file)
