@@ -30,7 +30,6 @@ class _Models:
 M: Any = _Models()
 L: Any = keras_hub.layers
 
-_BATCH = 2
 _LENGTH = 8  # of token sequences
 _IMAGE = 32  # height and width where a model leaves them open
 _VOCABULARY = 64

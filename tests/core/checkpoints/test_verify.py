@@ -33,9 +33,6 @@ def digest(name, algorithm="sha256"):
     return hashlib.new(algorithm, CONTENT[name]).hexdigest()
 
 
-HASHES = {name: digest(name) for name in CONTENT}
-
-
 @pytest.fixture
 def folder(tmp_path):
     """A folder with an index and two shards, and nothing that states a hash."""

@@ -68,7 +68,6 @@ def effective(model: Mapping[str, Any], path: str, product: str, scale: float) -
 
 STACKED = {f"l.{i}.q": (HEADS * DIM, MODEL) for i in range(LAYERS)}
 OUT = {f"l.{i}.o": (MODEL, HEADS * DIM) for i in range(LAYERS)}
-FUSED = {f"l.{i}.qkv": (3 * MODEL, MODEL) for i in range(LAYERS)}
 # base (out, in), adapted, entry, kernel, a, b, einsum of the model's factors
 CASES: dict[str, tuple[dict[str, tuple[int, int]], list[str], lm.From, Shapes, str]] = {
     "transposed": (

@@ -64,6 +64,7 @@ def update(folder: Path, adapter: Path, name: str) -> np.ndarray:
     return np.asarray(lm.merge(base, lm.open_adapter(adapter))[name]) - np.asarray(base[name])
 
 
+@pytest.mark.large  # that a model is what `lm.merge` gives is below, and that this is what PEFT gives in extras/lora
 @pytest.mark.skipif(not all(map(importlib.util.find_spec, ("peft", "transformers"))), reason="needs peft, transformers")
 def test_peft_computes_the_same(folders: dict[str, Path], tmp_path: Path, mesh8: Mesh) -> None:
     cases: dict[Path, tuple[str, np.ndarray]] = {}
