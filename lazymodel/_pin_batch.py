@@ -45,6 +45,7 @@ from lazymodel._tensors.shards import spec_axes
 Arguments = ParamSpec("Arguments")
 T = TypeVar("T")
 
+_MARK = "keeps_batch_split"  # an attribute of what `pin_batch` returns
 _LOG = logging.getLogger("lazymodel")
 
 # What is known of a value: the dimension that carries the batch; or that it is made of parameters alone, of which one
@@ -385,7 +386,23 @@ def pin_batch(
         given.write(state)
         return result
 
+    setattr(pinned, _MARK, True)
     return pinned if pins.axes else step
+
+
+def is_pinned(function: Any) -> bool:
+    """Returns True for what `pin_batch` returned, also inside `jax.jit`."""
+    return hasattr(inspect.unwrap(function, stop=lambda each: hasattr(each, _MARK)), _MARK)
+
+
+def splits_parameters(abstract: ModelSpec) -> bool:
+    """Returns True if a parameter is split over a data axis, where the compiler may gather the batch."""
+    return any(
+        isinstance(sharding := variable.sharding, NamedSharding)
+        and all(kind == AxisType.Auto for kind in sharding.mesh.axis_types)
+        and any(axis in DATA_AXES for entry in spec_axes(sharding.spec, len(variable.shape)) for axis in entry)
+        for variable in abstract.values()
+    )
 
 
 def _pins(abstract: ModelSpec) -> Pins:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -298,3 +299,30 @@ def test_meshes() -> None:
     with pytest.raises(lm.ShardingError, match="needs a mesh of Auto axes"):
         lm.pin_batch(step, abstract.shard(explicit, {"w": P("fsdp")}))
     assert lm.pin_batch(step, abstract.shard(_mesh(model=8), {"w": P("model")})) is step
+
+
+def test_a_plan_counts_the_step_in_which_the_batch_stays_split() -> None:
+    mesh = _mesh(fsdp=4, model=2)
+    abstract, step = _abstract(mesh, stacked=False), training()
+    tokens = jax.ShapeDtypeStruct((16 * ROWS, LENGTH), "int32", sharding=NamedSharding(mesh, P("fsdp")))
+
+    def planned(*args: Any) -> tuple[int, list[str]]:
+        """Bytes of activations, and the lines that would keep the batch split."""
+        plan = abstract.plan(compile=lm.Compile(*args))
+        notes = [re.fullmatch(r"\S+ leaves it to the compiler.*: (.*) keeps it split", note) for note in plan.notes]
+        return plan.parts["activations"], [note[1] for note in notes if note]
+
+    own, lines = planned("train", loss, tokens)
+    assert lines == []
+    assert planned("train", lm.pin_batch(loss, abstract), tokens) == (own, [])
+    plain, lines = planned(jax.jit(step, donate_argnums=0), tokens)
+    assert lines == ["lm.pin_batch(step, abstract)"]
+    pinned, lines = planned(jax.jit(lm.pin_batch(step, abstract), donate_argnums=0), tokens)
+    assert lines == []
+    assert max(own, pinned) < 0.6 * plain
+
+    def masked(params: Any, x: Any, mask: Any) -> Any:
+        return params["embed"]["embedding"][x] * mask
+
+    _, lines = planned("forward", masked, tokens, np.ones((1, WIDTH), "float32"))
+    assert lines == ["lm.pin_batch(masked, abstract, batch={…})"]

@@ -1,8 +1,8 @@
 """The compiler's numbers for a forward pass or a training step, of devices that need not exist.
 
 Parameters are in their shardings, LoRA pairs merged as in use, gradients and an optimizer's update around the user's
-loss, inputs split over the mesh's data axes. Values in host memory are moved to the devices first, and updated values
-are moved back. Nothing runs.
+loss, inputs split over the mesh's data axes, where `lm.pin_batch` keeps the batch. Values in host memory are moved to
+the devices first, and updated values are moved back. Nothing runs.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lazymodel._abstract.framework import ModelSpec, PlannedFunction
@@ -23,6 +24,7 @@ from lazymodel._abstract.variable import device_shardings, is_offloaded, on_devi
 from lazymodel._compile import Compile, lower
 from lazymodel._devices.hardware import CompiledMemory, compile_lowered, compile_memory, memory_of
 from lazymodel._errors import DoesNotFitError, LazyModelError
+from lazymodel._pin_batch import is_pinned, pin_batch, splits_parameters
 from lazymodel._plan.use import GRADIENTS, LORA, OPTIMIZER, PARAMETERS, Activations, Use
 from lazymodel._sharding.roles import DATA_AXES
 
@@ -62,11 +64,29 @@ def count_compiled(model: ModelSpec, use: Use, training: Training, compile: Comp
         if error.needed_nbytes is None:
             raise
         total, limit, note = error.needed_nbytes, error.limit_nbytes, str(error)
-    use.notes.append(note)
+    use.notes += [note, *_not_pinned(model, compile)]
     # The compiler pads arguments and keeps results; all of that counts as activations.
     use.activations = Activations(max(total - held, 0), "compiled", found, limit)
     if compile.is_step or compile.what == "train":  # gradients are among its temporaries
         use.held = [row for row in use.held if row.kind != GRADIENTS]
+
+
+def _takes_pins(model: ModelSpec, inputs: Any) -> bool:
+    """Returns True if parameters are split over a data axis, and all inputs have one size of the batch."""
+    sizes = {leaf.shape[0] for leaf in jax.tree.leaves(inputs) if np.ndim(leaf)}
+    return len(sizes) == 1 and splits_parameters(model)
+
+
+def _not_pinned(model: ModelSpec, compile: Compile) -> list[str]:
+    """A note if the compiler was free to gather the batch."""
+    given = compile.function
+    if given is None or is_pinned(given) or not splits_parameters(model):
+        return []
+    if not compile.is_step and _takes_pins(model, compile.inputs):
+        return []
+    name = getattr(given, "__name__", "step")
+    line = f"lm.pin_batch({name}, abstract)" if compile.is_step else f"lm.pin_batch({name}, abstract, batch={{…}})"
+    return [f"{name} leaves it to the compiler whether devices split the batch or gather it: {line} keeps it split"]
 
 
 def _state(model: ModelSpec) -> list[str]:
@@ -86,6 +106,7 @@ def _compile_use(model: ModelSpec, training: Training, compile: Compile) -> tupl
         description = getattr(function, "__name__", "the given function")
     structs = {path: variable.struct for path, variable in model.items()}
     own = _without_optimizer(model)
+    function = pin_batch(function, own) if _takes_pins(model, inputs) and not is_pinned(function) else function
 
     def run(values: Mapping[str, Any], pairs: Mapping[str, Any], inputs: Any) -> Any:
         merged = {
