@@ -28,7 +28,7 @@ EXTRAS = {
     "open_npy": "lazymodel.extras.formats.numpy",
     "open_npy_folder": "lazymodel.extras.formats.numpy",
     "open_npz": "lazymodel.extras.formats.numpy",
-    "plain_tensors": "lazymodel.extras.quantized.families",
+    "plain_tensors": "lazymodel.extras.quantized.methods",
     "open_checkpoint": "lazymodel.checkpoints",  # no extra, but above those who take a path in place of it
     "run": "lazymodel.extras.run.run",
     "recorded": "lazymodel.extras.tables.recorded",

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, cast, overload
 
+from lazymodel._abstract.adapters import adapters
 from lazymodel._abstract.framework import ModelSpec
-from lazymodel._abstract.frameworks import adapters
 from lazymodel._abstract.garbage import no_full_collections
 from lazymodel._abstract.variable import (
     AbstractVariable,

@@ -23,8 +23,8 @@ import jax.extend.core as jex
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from lazymodel._abstract.adapters import adapters
 from lazymodel._abstract.framework import ModelSpec, OpenedArguments
-from lazymodel._abstract.frameworks import adapters
 from lazymodel._errors import LazyModelError, ShardingError
 from lazymodel._programs.jaxprs import (
     CALLS,

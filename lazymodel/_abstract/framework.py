@@ -1,7 +1,8 @@
 """The abstract model as data, and the interface between it and a framework; nothing is allocated.
 
 Every stage takes a `ModelSpec` and returns one of the same class with other fields. It knows a framework only through
-the `Framework` of an adapter: Flax and Keras derive theirs from the one here, which is for plain pytrees.
+the `Framework` of an adapter: Flax and Keras derive theirs from the one here, which is for plain pytrees. A new
+framework begins in `adapters.py`.
 """
 
 from __future__ import annotations

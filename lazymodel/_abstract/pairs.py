@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from lazymodel._abstract.frameworks import adapters
+from lazymodel._abstract.adapters import adapters
 from lazymodel._abstract.variable import OPTIMIZER, named_arrays
 from lazymodel._errors import LazyModelError
 from lazymodel._show.text import grouped_by, listed

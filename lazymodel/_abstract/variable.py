@@ -23,7 +23,7 @@ import numpy as np
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from lazymodel._abstract.frameworks import adapters
+from lazymodel._abstract.adapters import adapters
 from lazymodel._errors import LazyModelError, ShardingError
 from lazymodel._programs.jaxprs import is_key, stored_as
 from lazymodel._show.table import placed_text, spec_text

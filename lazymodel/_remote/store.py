@@ -2,7 +2,8 @@
 
 One `Store` is used for one opening of a checkpoint. It keeps the size and ETag of each object while it is used,
 and requests every range of the object with that ETag (`If-Match`, RFC 9110 section 13.1.1), so that two versions of an
-object are never mixed. obstore finds credentials in the places that each cloud's own tools use.
+object are never mixed. obstore finds credentials in the places that each cloud's own tools use. A new kind of store
+begins in `url.py`, with its scheme.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Parsed URLs of checkpoints: the store, the key in it, and how to show both.
+"""Parsed URLs of checkpoints: the table of schemes, the store, the key in it, and how to show both.
 
 Nothing here makes requests. Queries of URLs can be signatures, and user names can come with passwords, so the form for
 messages (`Url.shown`) has neither.

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from lazymodel._abstract.frameworks import adapters
+from lazymodel._abstract.adapters import adapters
 from lazymodel._devices.collective import agreement
 from lazymodel._errors import CheckpointError, LazyModelError, warn
 from lazymodel._remote.path import Location, RemotePath, location, matching

@@ -1,5 +1,5 @@
-"""Reports: columns, rows and a summary are defined once, and shown in a terminal, in a notebook and on a page, which is
-what rich exports.
+"""How reports look in a terminal, in a notebook and on a page, which is what rich exports. Which columns and rows a
+report has is said where it is made, such as in `_plan/plan.py`.
 
 A model has thousands of variables and a person reads about forty lines, so rows whose names differ only in numbers are
 folded into one (`block_{0..25}/query/kernel`, 26 of them). In a terminal, names are shown without control characters

@@ -43,7 +43,7 @@ from lazymodel.checkpoints._untrusted import indexed_shards, require_shards
 from lazymodel.extras.formats.archive import member_start
 from lazymodel.extras.formats.hdf5 import H5File
 from lazymodel.extras.quantized.config import find_config
-from lazymodel.extras.quantized.families import require_known
+from lazymodel.extras.quantized.methods import require_known
 from lazymodel.extras.quantized.scaled import CODES, Float4Tensor, scaled_pairs
 from lazymodel_keras import _upstream
 

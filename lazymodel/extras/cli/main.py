@@ -24,7 +24,7 @@ from typing import Any, cast
 import jax
 
 import lazymodel as lm
-from lazymodel._abstract.frameworks import adapter_of
+from lazymodel._abstract.adapters import adapter_of
 from lazymodel._devices.hardware import device_memory
 from lazymodel._errors import DoesNotFitError, LazyModelError, is_library
 from lazymodel._extras import extra

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import lazymodel
-from lazymodel._abstract.frameworks import adapter_of
+from lazymodel._abstract.adapters import adapter_of
 from lazymodel._abstract.variable import PINNED_HOST
 from lazymodel._compile import Compile
 from lazymodel._errors import LazyModelError, LazyModelWarning

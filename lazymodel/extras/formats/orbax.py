@@ -342,7 +342,7 @@ def _kvstore(folder: Location) -> dict[str, Any]:
         url = f"{root.rstrip('/')}/{quoted(folder.key)}{mark}{query}"
         return {"driver": "http", "base_url": url, "path": "/", "headers": names}
     raise CheckpointError(
-        f"{folder}: TensorStore, which reads Orbax checkpoints, has no driver for Azure; copy it to a disk first"
+        f"{folder}: TensorStore, which reads Orbax checkpoints, has no driver for {kind}://; copy it to a disk first"
     )
 
 

@@ -16,8 +16,8 @@ from typing import Any, TypeAlias, cast
 import jax
 import numpy as np
 
+from lazymodel._abstract.adapters import adapters
 from lazymodel._abstract.framework import ModelSpec
-from lazymodel._abstract.frameworks import adapters
 from lazymodel._abstract.variable import ARRAYS, NUMBERS, as_array, path_text
 from lazymodel._errors import LazyModelError
 from lazymodel._remote.path import LocalPath

@@ -1,8 +1,8 @@
 """The quantization that a `config.json` declares, and the contents of a quantized checkpoint.
 
-Finds the quantization, the dtype of decoded tensors, and the modules that were not converted; the families interpret
-all other entries. Each family takes the tensors that it knows, and makes plain tensors of them: here are the stored
-tensors that no family has taken yet, the plain ones that were made, and the errors for contradictions.
+Finds the quantization, the dtype of decoded tensors, and the modules that were not converted; the methods interpret
+all other entries. Each method takes the tensors that it knows, and makes plain tensors of them: here are the stored
+tensors that no method has taken yet, the plain ones that were made, and the errors for contradictions.
 """
 
 from __future__ import annotations
@@ -196,11 +196,11 @@ class StoredTensors(Protocol):
 
 
 class Contents:
-    """A quantized checkpoint, while families take the tensors that they know.
+    """A quantized checkpoint, while methods take the tensors that they know.
 
     Attributes:
         config: Its quantization.
-        left: The names of tensors that no family has taken.
+        left: The names of tensors that no method has taken.
         plain: The tensors made of the others; a name that is also in `left` belongs to a tensor that is plain already.
     """
 

@@ -2,7 +2,7 @@
 
 Contains the arithmetic on tiles, for any blocks that share a scale; functions (of the type `Unpack`) for packed numbers
 of a few bits; and the block that belongs to a scale, inferred from shapes and a declared block. `_tensors/decoded`
-decides which regions are read; the families define what a format stores.
+decides which regions are read; the methods define what a format stores.
 """
 
 from __future__ import annotations

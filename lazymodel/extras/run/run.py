@@ -1,10 +1,10 @@
 """Running a function of a model that is never whole: the method `run`.
 
 The function is traced with shapes (`extras/run/flatten`), and cut into stretches (`extras/run/stretches`) small enough
-for the devices. All programs are compiled, and the memory of every moment is known, before anything is read. Then
-stretch after stretch runs: its variables arrive in this order from a stream (`_materialize/stream`), which reads those
-of the next stretch meanwhile, or from init programs; they are freed after their last use, or until the next one if
-memory is short.
+for the devices (`max_device_memory`). All programs are compiled, and the memory of every moment is known, before
+anything is read. Then stretch after stretch runs: its variables arrive in this order from a stream
+(`_materialize/stream`), which reads those of the next stretch meanwhile, or from init programs; they are freed after
+their last use, or until the next one if memory is short.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from typing import Any, cast
 import jax
 from jax.sharding import NamedSharding, Sharding
 
+from lazymodel._abstract.adapters import adapters
 from lazymodel._abstract.framework import ModelSpec
-from lazymodel._abstract.frameworks import adapters
 from lazymodel._abstract.variable import AbstractVariable, flatten_paths, sharding_text
 from lazymodel._devices.collective import CollectiveScope, agreement, layout_of
 from lazymodel._devices.hardware import is_live

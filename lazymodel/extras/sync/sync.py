@@ -14,8 +14,8 @@ from typing import Any, cast
 import jax
 import numpy as np
 
+from lazymodel._abstract.adapters import adapters
 from lazymodel._abstract.framework import Conversion, ModelSpec
-from lazymodel._abstract.frameworks import adapters
 from lazymodel._abstract.variable import (
     AbstractVariable,
     automatic_sharding,

@@ -1,4 +1,4 @@
-"""The families of quantized weights, each a function that takes the tensors that it knows, and the table of them.
+"""Methods of quantization (`quant_method`): a function each, which takes the tensors that it knows, and the table.
 
 **FP8** (`fp8`, `fbgemm_fp8`, NVIDIA's ModelOpt): a weight in F8_E4M3 (or another 8-bit float) has a `weight_scale_inv`
 or `weight_scale`: one for all, one for each row, or one for each block of `weight_block_size`. The value is
@@ -25,7 +25,7 @@ and optionally `weight_g_idx`, the group of each column. `nvfp4-pack-quantized` 
 of 4-bit floats. As in `_dequantize`, the difference of code and zero point and its product with the scale are computed
 in the scale's dtype; then they are cast to the model's.
 
-Raises for a form that no family knows, and for tensors that still look quantized after all families took what they
+Raises for a form that no method knows, and for tensors that still look quantized after all methods took what they
 know: a weight loaded without its scale would be silently wrong.
 """
 
@@ -552,7 +552,7 @@ def _decode_modelopt(contents: Contents) -> None:
     _decode_float8(contents)
 
 
-_FAMILIES: Mapping[str, Callable[[Contents], None]] = {
+_METHODS: Mapping[str, Callable[[Contents], None]] = {
     "fp8": _decode_float8,
     "fbgemm_fp8": _decode_float8,
     "modelopt": _decode_modelopt,
@@ -571,13 +571,13 @@ def plain_tensors(
     """The plain tensors of a quantized checkpoint, by name, and the names of all tensors that are stored plain.
 
     `config` is its configuration, `file` the path of that. Raises CheckpointError for an unknown form, for parts that
-    do not belong together, and for tensors that look quantized and that no family took.
+    do not belong together, and for tensors that look quantized and that no method took.
     """
     found = find_config(config, file)
     contents = Contents(stored, found or Config("none", {}, jnp.dtype("bfloat16"), file))
     if found is not None:
         require_known(found)
-        _FAMILIES[found.method](contents)
+        _METHODS[found.method](contents)
         if not contents.plain and found.get("format") != "dense":
             raise CheckpointError(
                 f"{found.file} states that the weights are quantized with {found.method!r}, but none of them is. "
@@ -588,13 +588,13 @@ def plain_tensors(
 
 
 def require_known(config: Config) -> None:
-    """Raises CheckpointError for a form that no family knows."""
-    if config.method not in _FAMILIES:
+    """Raises CheckpointError for a form that no method knows."""
+    if config.method not in _METHODS:
         raise CheckpointError(f"{config.file} states that the weights are quantized with {config.method!r}. {ADVICE}.")
 
 
 def _reject_rest(contents: Contents, config: Config | None) -> None:
-    """Raises CheckpointError if tensors look quantized and no family took them."""
+    """Raises CheckpointError if tensors look quantized and no method took them."""
     left = contents.left
     strange = [f"{name!r} ({dtype})" for name in left if (dtype := _strange(contents, name))]
     if strange:
