@@ -433,7 +433,7 @@ def plain_safetensors(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes
             if entry["dtype"] == "F4":
                 data = bytes(half for byte in data for half in (byte & 15, byte >> 4))
             tensors[name] = (entry["dtype"], tuple(entry["shape"]), data)
-    aliases = {other: name for other, name in header.get("__metadata__", {}).items() if name in tensors}
+    aliases = {other: name for other, name in (header.get("__metadata__") or {}).items() if name in tensors}
     return {**{other: tensors[name] for other, name in aliases.items()}, **tensors}
 
 
