@@ -289,6 +289,8 @@ class _Proposer:
             why = f"{why}; not split over every axis" if why else "not split over every axis: no dimension divides"
         elif not why and placement.tried:
             why = f"since {next(iter(placement.tried))}"
+        if not why and not any(placement.axes):
+            why = f"replicated: a {order.name} of this size is split over axes of tensor parallelism alone"
         return why
 
     def _follow(self, placement: _Placement, follows: str, *, large: bool) -> str:

@@ -557,3 +557,17 @@ def test_names_of_named_arrays() -> None:
     logical = model.shard(mesh(data=2, model=4), [("heads", "model"), ("embed", None), ("neurons", "data")])
     expected = {P(), P(None, None, "data"), P(None, "model", None, None)}
     assert {variable.spec for variable in logical.values()} == expected
+
+
+def test_what_stays_whole_on_a_mesh_of_data_alone_has_a_reason() -> None:
+    def init() -> dict[str, Any]:
+        return {
+            "depthwise_conv": {"kernel": jnp.zeros((5, 16, 1))},
+            "norm": {"scale": jnp.zeros(16)},
+            "n": jnp.zeros(()),
+        }
+
+    model = shard_small(lm.build_abstract(init), mesh(data=8, model=1), lm.auto(), large=4 << 10)
+    reasons = {path: variable.reason.text for path, variable in model.items() if variable.reason is not None}
+    assert all(reasons.values()) and list(reasons) == list(model)
+    assert reasons["depthwise_conv/kernel"].startswith("replicated: a depthwise_convolution of this size")
