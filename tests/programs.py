@@ -1,12 +1,14 @@
 """What XLA has compiled in this run of the tests, for all of its processes: an equal program is loaded, which takes a
 tenth of the time.
 
-JAX keeps it as in its persistent cache, of which nothing else is set: to the library there is none.
+JAX keeps it as in its persistent cache, of which nothing else is set: to the library there is none. With a folder in
+the variable LAZYMODEL_TESTS_PROGRAMS programs are kept there for later runs, too.
 """
 
 from __future__ import annotations
 
 import atexit
+import hashlib
 import os
 import shutil
 import tempfile
@@ -24,7 +26,10 @@ class _Programs(compilation_cache.CacheInterface):
     """Files that are complete as soon as they are there: JAX' own are not, and tests compile in many threads."""
 
     def __init__(self, folder: str) -> None:
-        self._path = Path(folder)
+        # JAX's keys have all that programs depend on but the flags that `conftest` takes back once they are read.
+        flags = os.environ.get("LAZYMODEL_TESTS_XLA_FLAGS", "")
+        self._path = Path(folder) / hashlib.sha256(flags.encode()).hexdigest()[:16]
+        self._path.mkdir(parents=True, exist_ok=True)
 
     def get(self, key: str) -> bytes | None:
         try:
