@@ -136,8 +136,8 @@ def kill_really(folder: Path, name: str, step: int) -> int:
     """Kills a process that saves, at every `step`-th operation, with SIGKILL; returns how often."""
     world, template, killed = WORLDS[name], folder / name, 0
     _accidents.create(world, template)
-    for first in itertools.count(1, 8 * step):
-        roots = {at: folder / f"{name} {at}" for at in range(first, first + 8 * step, step)}
+    for first in itertools.count(1, 4 * step):
+        roots = {at: folder / f"{name} {at}" for at in range(first, first + 4 * step, step)}
         for root in roots.values():
             shutil.copytree(template, root)
         before = {at: everything(root) for at, root in roots.items()}
@@ -154,7 +154,7 @@ def kill_really(folder: Path, name: str, step: int) -> int:
     raise AssertionError
 
 
-@pytest.mark.parametrize(("name", "step"), [("sharded over sharded", 20), ("orbax over orbax", 30)])
+@pytest.mark.parametrize(("name", "step"), [("sharded over sharded", 40), ("orbax over orbax", 50)])
 def test_a_real_kill(folder: Path, name: str, step: int) -> None:
     assert kill_really(folder, name, step) >= 3
 
