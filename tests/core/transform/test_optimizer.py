@@ -17,7 +17,6 @@ import pytest
 import lazymodel as lm
 from tests.conftest import ROOT
 from tests.core.trace._eager import assert_same
-from tests.large import mostly_large
 from tests.small import shard_small
 
 optax = pytest.importorskip("optax")
@@ -65,7 +64,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_large(OPTIMIZERS, set(OPTIMIZERS) - {"adamw in bfloat16", "lion", "masked"}))
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_equals_the_optimizers_own_wherever_shard_is_called(name: str, mesh8: Any) -> None:
     optimizer = OPTIMIZERS[name]
     before = abstract_model().shard(mesh8, RULES).with_optimizer(optimizer)

@@ -20,7 +20,6 @@ import lazymodel as lm
 from lazymodel._tensors.buffers import Convert
 from tests.command import command
 from tests.core.checkpoints._formats import torch_file
-from tests.large import mostly_large
 from tests.private_memory import Peak
 from tests.quantized import FORMS, quantized, settings, write_folder
 
@@ -668,9 +667,6 @@ CONFIGURATIONS: dict[str, tuple[Callable[[], Any], str, dict[str, Any]]] = {
     "experts": (experts, "float32", {"r": 4, "target_parameters": ["experts.up_proj", "experts.down_proj"]}),
 }
 
-# What they have others have, in other dtypes or places.
-OF_OTHERS = ("plain", "half", "dora", "layers", "head", "biases", "gpt2", "gpt2 dora")
-
 
 def tuned_by_peft(name: str, folder: Path) -> tuple[Any, dict[str, Any]]:
     """An adapter that PEFT saves to a folder, with random numbers: its model, and the base's tensors."""
@@ -692,7 +688,7 @@ def tuned_by_peft(name: str, folder: Path) -> tuple[Any, dict[str, Any]]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", mostly_large(CONFIGURATIONS, set(CONFIGURATIONS) - {*OF_OTHERS}))
+@pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_merged_values_are_those_of_peft(name: str, tmp_path: Path) -> None:
     model, before = tuned_by_peft(name, tmp_path / "adapter")
     from safetensors.torch import save_file as save_torch
@@ -712,10 +708,7 @@ def test_merged_values_are_those_of_peft(name: str, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "name",
-    mostly_large(
-        ["all linear", "rslora", "patterns", "layers", "embeddings", "head", "gpt2", "gpt2 unstated", "convolutions"],
-        ["patterns", "embeddings", "gpt2 unstated", "convolutions"],
-    ),
+    ["all linear", "rslora", "patterns", "layers", "embeddings", "head", "gpt2", "gpt2 unstated", "convolutions"],
 )
 def test_pairs_that_a_model_had_are_loaded_by_peft(name: str, tmp_path: Path) -> None:
     model, before = tuned_by_peft(name, tmp_path / "theirs")

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import lazymodel as lm
-from tests.large import mostly_large
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 TEXT = SIZES | {"num_key_value_heads": 2, "vocab_size": 64}
@@ -97,10 +96,6 @@ OTHERS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "resized with tokens": (llama, {"target_modules": QV, "trainable_token_indices": [1, 66]}),
 }
 
-# One of each way to name, tie and stack.
-SOME = ("head saved", "embedding, tied", "tokens of both", "shared adapted", "t5's head", "mixtral's gate", "gpt-oss")
-SOME_OTHERS = ("gemma3 projector", "vit", "resized with tokens")
-
 
 def tuned(build: Callable[[], Any], options: dict[str, Any], folder: Path, size: int | None = None) -> Any:
     """A model of PEFT with random numbers; its base and its adapter are in `folder`."""
@@ -127,7 +122,7 @@ def tuned(build: Callable[[], Any], options: dict[str, Any], folder: Path, size:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", mostly_large(LANGUAGE, SOME))
+@pytest.mark.parametrize("name", LANGUAGE)
 def test_logits_are_those_of_the_model_that_was_trained(name: str, tmp_path: Path) -> None:
     build, options, warning = LANGUAGE[name]
     trained = tuned(build, options, tmp_path)
@@ -152,7 +147,7 @@ def test_logits_are_those_of_the_model_that_was_trained(name: str, tmp_path: Pat
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", mostly_large(OTHERS, SOME_OTHERS))
+@pytest.mark.parametrize("name", OTHERS)
 def test_files_are_those_that_peft_merges(name: str, tmp_path: Path) -> None:
     trained = tuned(*OTHERS[name], tmp_path, 70 if "resized" in name else None)
     merged = lm.merge(lm.open_checkpoint(tmp_path / "base"), lm.open_adapter(tmp_path / "adapter"))

@@ -132,11 +132,7 @@ def in_build_function(path: Path, mesh: Mesh, report: Any = None, **options: Any
 @pytest.mark.parametrize(
     ("target", "name"),
     [
-        *(
-            pytest.param(into_abstract, name, marks=[pytest.mark.large] * (name != "folder"))  # below in other ways
-            for name in FORMATS
-            if "orbax" not in name
-        ),
+        *((into_abstract, name) for name in FORMATS if "orbax" not in name),
         *(pytest.param(into_abstract, name, marks=needs_orbax_callback) for name in ("orbax", "orbax step")),
         pytest.param(in_place, "orbax", marks=needs_orbax_callback),
         pytest.param(in_a_block, "orbax", marks=needs_orbax_callback),
