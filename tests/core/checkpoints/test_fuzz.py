@@ -564,14 +564,18 @@ def check(kind: str, number: int, folder: Path, seeds: dict[str, bytes], outside
     size, hdf5 = size_of(folder), kind in HDF5
     if hdf5:
         (folder / "outside.h5").write_bytes(outside)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    tracemalloc.start()
-    found = read_all(path)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - before
-    if peak > MEMORY[0] + MEMORY[1] * size or grown > MEMORY_OF_PROCESS + MEMORY[1] * size:
-        raise Wrong(f"{path}: {peak} bytes of Python's memory, {grown} of the process, for {size} bytes of files")
+    # An input that takes too much takes it again; a table of the interpreter, such as that of its strings, grows once.
+    for last in (False, True):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        tracemalloc.start()
+        found = read_all(path)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - before
+        if grown > MEMORY_OF_PROCESS + MEMORY[1] * size or (peak > MEMORY[0] + MEMORY[1] * size and last):
+            raise Wrong(f"{path}: {peak} bytes of Python's memory, {grown} of the process, for {size} bytes of files")
+        if peak <= MEMORY[0] + MEMORY[1] * size:
+            break
     at_hand[8] = 1
     if found is None:
         return "refused"
