@@ -18,6 +18,7 @@ EXTRAS = {
     "device_moves": "lazymodel.extras.sync.reshard",
     "find_item": "lazymodel.extras.formats.orbax",
     "hdf5_destination": "lazymodel.extras.formats.save_hdf5",
+    "inspect_checkpoint": "lazymodel.extras.inspection.inspect",
     "is_adapter": "lazymodel.extras.lora.merge",
     "kept_pairs": "lazymodel.extras.lora.pairs",
     "libtpu_environment": "lazymodel.extras.planning.topologies",
@@ -35,6 +36,7 @@ EXTRAS = {
     "resized": "lazymodel.extras.tables.suggest",
     "suggest": "lazymodel.extras.tables.suggest",
     "traced_result": "lazymodel.extras.tables.traced",
+    "verify_files": "lazymodel.extras.inspection.verify",
 }
 
 

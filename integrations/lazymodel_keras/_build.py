@@ -28,8 +28,8 @@ from lazymodel._sharding.follow import follow_weights
 from lazymodel._sharding.shard import Rules
 from lazymodel._show.progress import ReportTo
 from lazymodel._show.text import closest, folded_names, listed, plural
+from lazymodel.checkpoints._checkpoint import Verify
 from lazymodel.checkpoints._untrusted import read_json_file, weight_map
-from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras import _upstream
 from lazymodel_keras._model.keras_object import KerasModel, from_skeleton, has_layout, model_variables
 from lazymodel_keras._model.layers import add_lora, check_lora

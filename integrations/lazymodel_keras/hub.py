@@ -35,9 +35,9 @@ from lazymodel._remote.url import is_url, shown
 from lazymodel._sharding.shard import Rules, read_rules
 from lazymodel._show.progress import ReportTo
 from lazymodel._show.text import closest, listed
+from lazymodel.checkpoints._checkpoint import Verify
 from lazymodel.checkpoints._open import foreign
 from lazymodel.checkpoints._untrusted import read_json_file
-from lazymodel.checkpoints._verify import Verify
 from lazymodel_keras import _upstream
 from lazymodel_keras._build import (
     Keywords,

@@ -12,6 +12,7 @@ import base64
 import contextlib
 import dataclasses
 import json
+import os
 from collections.abc import Collection, Iterator, KeysView, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -23,6 +24,9 @@ from lazymodel._show.text import format_bytes, listed, plural
 from lazymodel._tensors.byte_reader import ByteReader, reading
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel.checkpoints._untrusted import read_json_file, weight_map
+
+Verify = bool | str | os.PathLike[str] | Mapping[str, str]
+"""Values of `verify=`: True for the hashes that the folder states, a manifest's path, or name → hash."""
 
 
 class TensorHeader(NamedTuple):

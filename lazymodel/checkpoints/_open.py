@@ -1,6 +1,7 @@
 """`open_checkpoint`, which finds out the format of a path, and the one table of formats.
 
-Finding the contents of a path collects all that is wrong with it: opening raises that, and `_inspect` shows it.
+Finding the contents of a path collects all that is wrong with it: opening raises that, and `lazymodel
+inspect` shows it.
 """
 
 from __future__ import annotations
@@ -22,11 +23,10 @@ from lazymodel._remote.path import LocalPath, Location, RemotePath, location, ma
 from lazymodel._remote.requests import Unavailable
 from lazymodel._remote.url import is_url
 from lazymodel._show.text import listed
-from lazymodel.checkpoints._checkpoint import Checkpoint, newest_step
+from lazymodel.checkpoints._checkpoint import Checkpoint, Verify, newest_step
 from lazymodel.checkpoints._hugging_face import DecodedCheckpoint, decoded
 from lazymodel.checkpoints._safetensors import Contents, Index, SafetensorsFile, is_numbered, loose_files
 from lazymodel.checkpoints._untrusted import check_pointer, indexed_shards, read_json_file, weight_map
-from lazymodel.checkpoints._verify import Verify, verify_files
 
 T = TypeVar("T")
 
@@ -204,7 +204,7 @@ def open_checkpoint(
             return open_located(now)
         with open_located(where) as unverified:
             files = content_files(unverified)
-        hashed = verify_files(files, verify, where.parent if where.is_file() else where)
+        hashed = extra("verify_files")(files, verify, where.parent if where.is_file() else where)
         checkpoint = open_located(where)  # once more, so that headers and index, too, are those that were hashed
         try:
             for source in hashed:

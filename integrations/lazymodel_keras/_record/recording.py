@@ -29,7 +29,8 @@ from lazymodel._tensors.byte_reader import FileReader
 from lazymodel._tensors.casting import SAFE, UNSAFE, check_mode, converted, refusal
 from lazymodel._tensors.lazy import lazy, left_over
 from lazymodel._tensors.stored import MismatchedTensor, StoredTensor, misshapen, stored_tensors, unused_tensors, where
-from lazymodel.checkpoints._verify import Verify, verify_files
+from lazymodel.checkpoints._checkpoint import Verify
+from lazymodel.extras.inspection.verify import verify_files
 from lazymodel_keras import _upstream
 from lazymodel_keras._record.files import RemoteFiles, checkpoint_files, open_decoded, whole
 from lazymodel_keras._record.initializers import GivenValue, InitialValue, initial_value, value_on_host

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import dataclasses
 import importlib.metadata
 import os
 import platform
@@ -37,7 +36,6 @@ from lazymodel._show.text import closest, format_bytes, listed, plural, quiet_te
 from lazymodel._tensors.buffers import available_memory, cores, default_budget
 from lazymodel._version import VERSION
 from lazymodel.checkpoints import open_checkpoint
-from lazymodel.checkpoints._inspect import Problem, inspect_checkpoint
 from lazymodel.extras.cli.output import (
     JSON,
     STORAGE_OPTION,
@@ -368,13 +366,13 @@ def _add_inspect(commands: Any) -> None:
 def _inspect(arguments: argparse.Namespace) -> int:
     check_page(arguments.html)
     options = storage_options(arguments)
-    summary = inspect_checkpoint(arguments.checkpoint, options, verify=arguments.verify)
+    summary = extra("inspect_checkpoint")(arguments.checkpoint, options, verify=arguments.verify)
     if extra("is_adapter")(arguments.checkpoint, options):
         try:
             with contextlib.closing(lm.open_adapter(arguments.checkpoint, options)) as adapter:
                 summary.metadata["adapter"] = repr(adapter)
         except LazyModelError as error:
-            summary = dataclasses.replace(summary, problems=(*summary.problems, Problem(None, str(error))))
+            summary = summary.with_problem(str(error))
     show(arguments, "inspect", summary)
     return 1 if summary.problems else 0
 

@@ -63,9 +63,9 @@ def test_interrupts_and_mistakes_of_ours(checkpoint, monkeypatch, capsys):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lazymodel.extras.cli.main.inspect_checkpoint", interrupt)
+    monkeypatch.setattr("lazymodel.extras.inspection.inspect.inspect_checkpoint", interrupt)
     assert main(["inspect", str(checkpoint)]) == 130
-    monkeypatch.setattr("lazymodel.extras.cli.main.inspect_checkpoint", None)
+    monkeypatch.setattr("lazymodel.extras.inspection.inspect.inspect_checkpoint", None)
     assert main(["inspect", str(checkpoint)]) == 2
     assert os.path.join("cli", "main.py") in capsys.readouterr().err
 

@@ -18,7 +18,7 @@ from lazymodel._show.text import first_lines, format_bytes, plural, printable
 from lazymodel.checkpoints._checkpoint import Checkpoint
 from lazymodel.checkpoints._open import content_files, find_contents, located
 from lazymodel.checkpoints._safetensors import Contents, short, some
-from lazymodel.checkpoints._verify import mismatches, no_hash, stated_hashes
+from lazymodel.extras.inspection.verify import mismatches, no_hash, stated_hashes
 
 _MAX_PROBLEMS = 40  # problems that the text shows; `to_dict` has all
 _MAX_VALUES = 100  # of a list in the metadata; the first ones identify the vocabulary of a tokenizer
@@ -79,6 +79,10 @@ class CheckpointSummary(Report):
         for tensor in self.tensors:
             totals[tensor.dtype] += tensor.nbytes
         return dict(totals.most_common())
+
+    def with_problem(self, message: str) -> CheckpointSummary:
+        """The same with one more problem, which is not of a single file."""
+        return dataclasses.replace(self, problems=(*self.problems, Problem(None, message)))
 
     def to_dict(self) -> dict[str, Any]:
         """The summary in types that JSON has; counts are of bytes."""

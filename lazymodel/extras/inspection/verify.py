@@ -28,10 +28,8 @@ from lazymodel._remote.path import LocalPath, Location, location, reading_ahead
 from lazymodel._show.text import first_lines, listed
 from lazymodel._tensors.buffers import parallel
 from lazymodel._tensors.byte_reader import VERIFIED, ByteReader, reading
+from lazymodel.checkpoints._checkpoint import Verify
 from lazymodel.checkpoints._untrusted import mismatch, read_at_most
-
-Verify = bool | str | os.PathLike[str] | Mapping[str, str]
-"""Values of `verify=`: True for the hashes that the folder states, a manifest's path, or name → hash."""
 
 MAX_MANIFEST = 16 << 20  # bytes; a hundred thousand files are below this
 _MAX_THREADS = 8  # SHA-256 takes 1 to 2 GB/s a core, so that more would wait for the disk
