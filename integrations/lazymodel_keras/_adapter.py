@@ -31,11 +31,11 @@ from lazymodel._errors import warn
 from lazymodel._mapping.resolve import lazy_values
 from lazymodel._remote.path import LocalPath, Location
 from lazymodel._remote.url import shown
-from lazymodel._save.convert import differences, forget
 from lazymodel._show.text import closest, format_bytes, quiet_tensorflow
 from lazymodel._trace.function import ValuedTrace
 from lazymodel.checkpoints._open import located, weight_files
 from lazymodel.checkpoints._untrusted import MAX_JSON, read_at_most
+from lazymodel.extras.cli.convert import differences, forget
 from lazymodel_keras import _upstream
 from lazymodel_keras._build import Keywords, Opening, abstract_build, finished, recorded
 from lazymodel_keras._model.keras_object import by_path, model_variables, replace

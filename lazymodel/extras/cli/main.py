@@ -30,12 +30,12 @@ from lazymodel._extras import extra
 from lazymodel._mapping.table import WeightMap
 from lazymodel._programs.jaxprs import CONFIG
 from lazymodel._remote.url import is_url, shown
-from lazymodel._save.convert import Conversion, convert, selected
 from lazymodel._show.table import Column, Table, print_text
 from lazymodel._show.text import closest, format_bytes, listed, plural, quiet_tensorflow
 from lazymodel._tensors.buffers import available_memory, cores, default_budget
 from lazymodel._version import VERSION
 from lazymodel.checkpoints import open_checkpoint
+from lazymodel.extras.cli.convert import Conversion, convert, selected
 from lazymodel.extras.cli.output import (
     JSON,
     STORAGE_OPTION,
