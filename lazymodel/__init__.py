@@ -31,7 +31,6 @@ if _typing.TYPE_CHECKING:
     from lazymodel import checkpoints as checkpoints
     from lazymodel import research
     from lazymodel._abstract.variable import AbstractVariable
-    from lazymodel._compile import Compile
     from lazymodel._devices.hardware import device_memory
     from lazymodel._errors import (
         CheckpointError,
@@ -60,6 +59,7 @@ if _typing.TYPE_CHECKING:
     from lazymodel.checkpoints._checkpoint import TrainingState
     from lazymodel.extras.lora.merge import Adapter, merge, open_adapter
     from lazymodel.extras.lora.save_adapter import save_adapter
+    from lazymodel.extras.planning.compile import Compile
     from lazymodel.extras.planning.plans import plans
     from lazymodel.extras.planning.topologies import arithmetic_mesh, topology
     from lazymodel.extras.planning.what_if import WhatIf
@@ -78,7 +78,6 @@ __version__ = _VERSION
 _NAMES = {  # module: names that it has
     "lazymodel._abstract.variable": "AbstractVariable",
     "lazymodel.extras.lora.merge": "Adapter merge open_adapter",
-    "lazymodel._compile": "Compile",
     "lazymodel._devices.hardware": "device_memory",
     "lazymodel._errors": "CheckpointError DoesNotFitError LazyModelError LazyModelWarning ShardingError SyncError "
     "TraceError",
@@ -101,6 +100,7 @@ _NAMES = {  # module: names that it has
     "lazymodel._transform": "path_key",
     "lazymodel.checkpoints": "Checkpoint open_checkpoint",
     "lazymodel.checkpoints._checkpoint": "TrainingState",
+    "lazymodel.extras.planning.compile": "Compile",
     "lazymodel.extras.planning.plans": "plans",
     "lazymodel.extras.planning.topologies": "arithmetic_mesh topology",
     "lazymodel.extras.planning.what_if": "WhatIf",

@@ -9,6 +9,7 @@ import importlib
 from typing import Any
 
 EXTRAS = {
+    "Compiling": "lazymodel.extras.planning.background",
     "OrbaxCheckpoint": "lazymodel.extras.formats.orbax",
     "OrbaxDestination": "lazymodel.extras.formats.save_orbax",
     "PyTorchFile": "lazymodel.extras.formats.pytorch",
@@ -31,6 +32,7 @@ EXTRAS = {
     "open_npz": "lazymodel.extras.formats.numpy",
     "plain_tensors": "lazymodel.extras.quantized.methods",
     "open_checkpoint": "lazymodel.checkpoints",  # no extra, but above those who take a path in place of it
+    "prepared": "lazymodel.extras.planning.background",
     "run": "lazymodel.extras.run.run",
     "recorded": "lazymodel.extras.tables.recorded",
     "resized": "lazymodel.extras.tables.suggest",

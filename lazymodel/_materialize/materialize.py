@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -24,11 +24,12 @@ from jax.experimental.layout import Format
 from lazymodel._abstract.framework import ModelSpec
 from lazymodel._abstract.garbage import no_full_collections
 from lazymodel._abstract.variable import AbstractVariable, device_shardings, is_narrowed
-from lazymodel._compile import Compile, Compiling, prepared
 from lazymodel._devices.collective import CollectiveScope, agreement
 from lazymodel._devices.hardware import require_live
 from lazymodel._errors import CheckpointError
+from lazymodel._extras import extra
 from lazymodel._mapping.resolve import LoadPlan, prepare_load
+from lazymodel._materialize.background import Background
 from lazymodel._materialize.load import Reading, nbytes_here, publish_fingerprint
 from lazymodel._materialize.report import make_report
 from lazymodel._programs.jaxprs import is_weak, with_weak_type
@@ -40,6 +41,9 @@ from lazymodel._tensors.buffers import available_memory, default_budget
 from lazymodel._tensors.byte_reader import BYTES_READ, REQUESTS
 from lazymodel._tensors.casting import SAFE
 from lazymodel._tensors.shards import on_host
+
+if TYPE_CHECKING:
+    from lazymodel.extras.planning.compile import Compile
 
 _STREAM_BUDGET = 256 << 20  # bytes of the host's memory, within which `stream` reads variables ahead
 
@@ -104,7 +108,8 @@ def materialize(
         P(None, 'model')
     """
     start, timeline = time.perf_counter(), Timeline.after_imports(model.spent)
-    (model, compiles), matching = prepared(model, compile, timeline), time.perf_counter()
+    prepared = (model, ()) if compile is None else extra("prepared")(model, compile, timeline)
+    (model, compiles), matching = prepared, time.perf_counter()
     require_live(model.variables)
     model.framework.check_placed(model.variables)
     # Before the first program runs: a program that only some processes run could wait forever for the others.
@@ -113,7 +118,8 @@ def materialize(
         load = prepare_load(model, checkpoint, initialize=initialize, strict=strict, cast=cast)
         reading = Reading(load, load.tensors, budget, replicas, kept=True)
         timeline.add("match", matching, time.perf_counter())
-        compiling = Compiling(model, compiles, device_shardings(model.variables), timeline)
+        given = model, compiles, device_shardings(model.variables), timeline
+        compiling: Background = extra("Compiling")(*given) if compiles else Background()
         publish_fingerprint(stage, load, compiling.names, itertools.chain(reading.details(), compiling.details))
     with agreement(model.variables) as stage, compiling.in_background():
         arrays, costs = _make_arrays(reading, compiling, progress_for(progress), stage, timeline)
@@ -125,7 +131,7 @@ def materialize(
 
 
 def _make_arrays(
-    reading: Reading, compiling: Compiling, bar: Progress, stage: CollectiveScope, timeline: Timeline
+    reading: Reading, compiling: Background, bar: Progress, stage: CollectiveScope, timeline: Timeline
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Runs the init programs, the stream, and what is computed from other variables.
 
@@ -278,7 +284,7 @@ class _Watcher:
     which the stream would otherwise treat as its own failure.
     """
 
-    def __init__(self, bar: Progress, check: Callable[[], None], compiling: Compiling, total_nbytes: int) -> None:
+    def __init__(self, bar: Progress, check: Callable[[], None], compiling: Background, total_nbytes: int) -> None:
         self._bar, self._check, self._compiling = bar, check, compiling
         self._lock = threading.Lock()
         self._done, self._total = 0, total_nbytes

@@ -14,8 +14,8 @@ from typing import Any
 
 import jax
 
-from lazymodel._compile import CompiledProgram
 from lazymodel._mapping.resolve import LoadPlan
+from lazymodel._materialize.background import CompiledProgram
 from lazymodel._show.progress import Timeline
 from lazymodel._show.table import ACTIONS, Column, Report, Table, shape_text
 from lazymodel._show.text import folded_names, format_bytes, listed, plural

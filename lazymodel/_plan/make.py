@@ -26,7 +26,6 @@ from lazymodel._abstract.variable import (
     resident_nbytes,
     stays_on_host,
 )
-from lazymodel._compile import Compile
 from lazymodel._devices.hardware import device_memory as known_memory
 from lazymodel._devices.hardware import devices_per_host, host_memory, is_arithmetic, is_live
 from lazymodel._errors import LazyModelError
@@ -53,6 +52,7 @@ from lazymodel._tensors.shards import (
 from lazymodel._tensors.stored import is_initial, stored_itemsize, where
 
 if TYPE_CHECKING:
+    from lazymodel.extras.planning.compile import Compile
     from lazymodel.extras.planning.what_if import WhatIf
 
 # Temporaries of an init program that was not compiled. XLA:CPU keeps the 32-bit random bits, their two counters and,

@@ -28,7 +28,6 @@ from rich.markup import escape
 import lazymodel
 from lazymodel._abstract.adapters import adapter_of
 from lazymodel._abstract.variable import PINNED_HOST
-from lazymodel._compile import Compile
 from lazymodel._errors import LazyModelError, LazyModelWarning
 from lazymodel._extras import extra
 from lazymodel._model import AbstractModel, build_abstract
@@ -195,7 +194,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         fields = [field.name for field in dataclasses.fields(lazymodel.WhatIf) if field.name not in compiled]
         what_if = lazymodel.WhatIf(**{name: given.get(name) for name in fields})
         options: dict[str, Any] = {name: given[name] for name in ("device_memory", "host_memory", "hosts")}
-        compile = arguments.compile and Compile(arguments.compile, **compiled)
+        compile = arguments.compile and lazymodel.Compile(arguments.compile, **compiled)
         storage_options(arguments)
         rules, axes, topologies = _rules(arguments), _axes(arguments), arguments.topology or [None]
         if compile and len(topologies) > 1:

@@ -1,1 +1,1 @@
-"""What-ifs of plans, and the search for devices on which a model fits."""
+"""What-ifs of plans, the search for devices on which a model fits, and functions that are compiled beforehand."""

@@ -21,12 +21,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lazymodel._abstract.framework import ModelSpec, PlannedFunction
 from lazymodel._abstract.variable import device_shardings, is_offloaded, on_device, resident_nbytes
-from lazymodel._compile import Compile, lower
 from lazymodel._devices.hardware import CompiledMemory, compile_lowered, compile_memory, memory_of
 from lazymodel._errors import DoesNotFitError, LazyModelError
 from lazymodel._pin_batch import is_pinned, pin_batch, splits_parameters
 from lazymodel._plan.use import GRADIENTS, LORA, OPTIMIZER, PARAMETERS, Activations, Use
 from lazymodel._sharding.roles import DATA_AXES
+from lazymodel.extras.planning.compile import Compile, lower
 
 Pair: TypeAlias = "tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]"
 

@@ -19,7 +19,6 @@ from jax.sharding import NamedSharding, Sharding
 
 from lazymodel._abstract.framework import ModelSpec
 from lazymodel._abstract.variable import Placement, in_memory, is_offloaded, matched_paths, stays_on_host
-from lazymodel._compile import Compile
 from lazymodel._devices.hardware import is_arithmetic
 from lazymodel._errors import LazyModelError
 from lazymodel._plan.use import LORA, OPTIMIZER, Activations, Held, Use, gradients, own_trained, own_use, struct_nbytes
@@ -28,6 +27,7 @@ from lazymodel._sharding.follow import lora_shardings
 from lazymodel._sharding.roles import DATA_AXES, HEADS
 from lazymodel._show.text import closest, grouped_by, plural
 from lazymodel._tensors.shards import mesh_size, spec_axes
+from lazymodel.extras.planning.compile import Compile
 from lazymodel.extras.planning.compiled import Pair, Training, count_compiled
 
 REMATS = ("attention", "full")
