@@ -5,7 +5,7 @@ For each adapted weight W an adapter has two small matrices, and the merged weig
 arXiv 2402.09353) then gives each output of W the norm that the adapter states. PEFT calculates this in float32 and
 rounds the result once, as is done here.
 
-A merged tensor is lazy: only the boxes that are read are computed (`_tensors/low_rank`).
+A merged tensor is lazy: only the boxes that are read are computed (`low_rank`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from lazymodel._mapping.resolve import given_checkpoint
 from lazymodel._mapping.source import described
 from lazymodel._show.text import closest, grouped_by, listed, plural
 from lazymodel._tensors.lazy import LazyTensor, lazy
-from lazymodel._tensors.low_rank import LowRankSum
 from lazymodel.checkpoints._checkpoint import Checkpoint, TensorHeader
 from lazymodel.checkpoints._open import located, open_located
 from lazymodel.checkpoints._untrusted import read_json_file
+from lazymodel.extras.lora.low_rank import LowRankSum
 from lazymodel.extras.lora.names import BaseNames
 from lazymodel.extras.lora.pairs import LowRank
 from lazymodel.extras.lora.peft import CONFIG, FILES, MLX, PEFT, Pair, bare_name, check_config, of_mlx, parse
