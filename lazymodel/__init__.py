@@ -50,13 +50,13 @@ if _typing.TYPE_CHECKING:
     from lazymodel._restore import restore, training_state
     from lazymodel._save.save import save
     from lazymodel._save.step import save_step
-    from lazymodel._sharding.auto import auto
     from lazymodel._sharding.roles import Host, role
     from lazymodel._show.progress import Progress
     from lazymodel._tensors.lazy import LazyTensor
     from lazymodel._transform import path_key
     from lazymodel.checkpoints import Checkpoint, open_checkpoint
     from lazymodel.checkpoints._checkpoint import TrainingState
+    from lazymodel.extras.auto.auto import auto
     from lazymodel.extras.lora.merge import Adapter, merge, open_adapter
     from lazymodel.extras.lora.save_adapter import save_adapter
     from lazymodel.extras.planning.compile import Compile
@@ -93,13 +93,13 @@ _NAMES = {  # module: names that it has
     "lazymodel.extras.lora.save_adapter": "save_adapter",
     "lazymodel._save.save": "save",
     "lazymodel._save.step": "save_step",
-    "lazymodel._sharding.auto": "auto",
     "lazymodel._sharding.roles": "Host role",
     "lazymodel._show.progress": "Progress",
     "lazymodel._tensors.lazy": "LazyTensor",
     "lazymodel._transform": "path_key",
     "lazymodel.checkpoints": "Checkpoint open_checkpoint",
     "lazymodel.checkpoints._checkpoint": "TrainingState",
+    "lazymodel.extras.auto.auto": "auto",
     "lazymodel.extras.planning.compile": "Compile",
     "lazymodel.extras.planning.plans": "plans",
     "lazymodel.extras.planning.topologies": "arithmetic_mesh topology",

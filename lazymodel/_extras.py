@@ -9,10 +9,12 @@ import importlib
 from typing import Any
 
 EXTRAS = {
+    "Auto": "lazymodel.extras.auto.auto",
     "Compiling": "lazymodel.extras.planning.background",
     "OrbaxCheckpoint": "lazymodel.extras.formats.orbax",
     "OrbaxDestination": "lazymodel.extras.formats.save_orbax",
     "PyTorchFile": "lazymodel.extras.formats.pytorch",
+    "auto": "lazymodel.extras.auto.auto",
     "by_keys": "lazymodel.extras.formats.save_orbax",
     "copied": "lazymodel.extras.sync.reshard",
     "described_use": "lazymodel.extras.planning.what_if",

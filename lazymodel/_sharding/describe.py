@@ -1,6 +1,6 @@
 """The role of a variable, inferred from its path, shape and neighbours, and the variable that it belongs to.
 
-Roles are guesses. A wrong one costs speed, never correctness: every sharding computes the same values. `_sharding/auto`
+Roles are guesses. A wrong one costs speed, never correctness: every sharding computes the same values. `lm.auto`
 uses the labels of the roles to place dimensions on mesh axes.
 """
 

@@ -15,8 +15,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from lazymodel._abstract.framework import AnyModel
 from lazymodel._abstract.variable import AbstractVariable, Reason, flat_axes, in_memory
-from lazymodel._sharding.auto import trimmed
 from lazymodel._sharding.describe import describe
+
+
+def trimmed(entries: Sequence[Any]) -> PartitionSpec:
+    """A spec without trailing entries that split nothing."""
+    count = max((index + 1 for index, entry in enumerate(entries) if entry is not None), default=0)
+    return PartitionSpec(*entries[:count])
 
 
 def along(sharding: Any, dims: Sequence[int | None], shape: Sequence[int]) -> Any:

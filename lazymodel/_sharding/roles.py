@@ -1,7 +1,7 @@
 """Roles: the purposes of variables in networks, and common names for the axes of variables and meshes.
 
 One row for each role: the paths that have it, a label for every dimension, the order in which dimensions are tried for
-mesh axes, and the reason. `_sharding/describe` finds the role of a variable; `_sharding/auto` places the labels on a
+mesh axes, and the reason. `_sharding/describe` finds the role of a variable; `lm.auto` places the labels on a
 mesh. A model's own names, in Flax' partitioning metadata, MaxText's `kernel_axes` or the arrays of Haliax and Penzai,
 are more reliable than what is inferred from paths and shapes.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from lazymodel._abstract.variable import PINNED_HOST, flat_axes
+from lazymodel._abstract.variable import PINNED_HOST
 from lazymodel._errors import ShardingError
 from lazymodel._show.text import closest
 
@@ -200,17 +200,10 @@ def role(name: str) -> Role:
     return ROLES[name]
 
 
-# Purpose of a mesh axis → its common names. `batch` is the data axis of keras.distribution; published Keras layouts
-# split parameters over it too.
 # Names of mesh axes over which a batch is split; all other axes split dimensions inside the model.
 DATA_AXES = ("data", "batch", "dp", "fsdp", "replica")
 
-MESH_AXES = {
-    "tensor": ("model", "tensor", "tp", "mp", "tensor_parallel", "model_parallel", "mdl"),
-    "fsdp": ("fsdp", "zero", "fully_sharded"),
-    "data": ("data", "batch", "dp", "data_parallel"),
-    "expert": ("expert", "experts", "ep", "expert_parallel"),
-}
+
 _EMBED, _MLP, _JOINED, LAYERS = "embed", "mlp", "heads with their columns", "layers"
 # Meaning → names, in lower case: those of T5X and MaxText first, then those of other packages. In both, `kv` is the
 # width of a head and `joined_kv` is all heads side by side.
@@ -230,13 +223,6 @@ _MEANINGS = {
     "positions": "positions position length seq sequence relpos_buckets",
 }
 AXIS_NAMES = {name: meaning for meaning, names in _MEANINGS.items() for name in names.split()}
-
-
-def are_mesh_axes(names: Sequence[Any], mesh_axes: Sequence[str]) -> bool:
-    """Returns True if a variable has names and all are of mesh axes: axes of this mesh, or common names of such."""
-    known = {*mesh_axes, *sum(MESH_AXES.values(), ())}
-    flat = [axis for name in names for axis in flat_axes(name)]
-    return bool(flat) and all(axis in known or axis.lower() in known for axis in flat)
 
 
 def role_of_names(names: Sequence[Any], is_output: bool | None) -> tuple[str, tuple[str, ...]] | None:

@@ -30,7 +30,7 @@ from lazymodel._abstract.variable import (
     stays_on_host,
 )
 from lazymodel._errors import ShardingError, warn
-from lazymodel._sharding.auto import Auto, auto
+from lazymodel._extras import extra
 from lazymodel._sharding.describe import describe
 from lazymodel._sharding.follow import follow, follow_weights, from_read
 from lazymodel._sharding.roles import Host, Role
@@ -69,7 +69,7 @@ Rules: TypeAlias = (
     | Callable[[AbstractVariable], Spec]
     | Sequence[tuple[str, Any]]
     | Proposer
-    | Callable[..., Auto]
+    | Callable[..., Proposer]
     | Literal["auto"]
 )
 _Found: TypeAlias = "dict[str, tuple[Any, Reason]]"  # path → the answer of a rule and its reason
@@ -186,7 +186,7 @@ def _assigned(
     assigned |= followed
     replicated = [variables[p] for p in left if p not in followed and variables[p].nbytes >= LARGE]
     if on_unmatched == "auto" and (mismatches or replicated):
-        proposals = Auto().propose(variables, mesh, large=LARGE)
+        proposals = extra("auto")().propose(variables, mesh, large=LARGE)
         mismatches |= {variable.path: "no rule matches it" for variable in replicated}
         for path, why in mismatches.items():
             spec, reason = proposals[path]
@@ -310,7 +310,8 @@ def named_rules(rules: Any) -> Any:
             f"rules={rules!r} is not known{closest(rules, ['auto'])}; the only name is 'auto', short for lm.auto(). "
             f"A rule for paths is written {{{rules!r}: PartitionSpec(…)}}"
         )
-    return auto() if rules is auto or rules is Auto or isinstance(rules, str) else rules
+    named = isinstance(rules, str) or (callable(rules) and (rules is extra("auto") or rules is extra("Auto")))
+    return extra("auto")() if named else rules
 
 
 def is_layout_map(rules: Any) -> bool:

@@ -33,7 +33,6 @@ from lazymodel._extras import extra
 from lazymodel._model import AbstractModel, build_abstract
 from lazymodel._programs.jaxprs import CONFIG
 from lazymodel._remote.url import is_url, shown
-from lazymodel._sharding.auto import Auto, auto
 from lazymodel._sharding.roles import role
 from lazymodel._show.table import plain, print_text
 from lazymodel._show.text import closest, parse_bytes, quiet_tensorflow
@@ -153,7 +152,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 def _rules(arguments: argparse.Namespace) -> Any:
     """The rules of --rules, as for `shard`, or the automatic ones."""
     if (path := arguments.rules) is None:
-        return auto(host=arguments.host)
+        return lazymodel.auto(host=arguments.host)
     if arguments.host is not None:
         raise LazyModelError("--host is for the automatic rules; pass either --host or --rules")
     try:
@@ -304,7 +303,7 @@ def _model(source: str, arguments: argparse.Namespace, built: lazymodel.WhatIf) 
 
 def _sharded(model: AbstractModel[Any], mesh: Any, rules: Any) -> AbstractModel[Any]:
     """The model on the mesh; the plan's table shows what the automatic rules could not split."""
-    automatic = isinstance(rules, Auto)
+    automatic = isinstance(rules, extra("Auto"))
     if mesh is None and automatic and rules.host is None:
         return model
     mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("model",)) if mesh is None else mesh

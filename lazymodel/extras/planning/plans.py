@@ -20,7 +20,6 @@ from lazymodel._abstract.variable import PINNED_HOST
 from lazymodel._errors import LazyModelError, LazyModelWarning, ShardingError
 from lazymodel._plan.make import plan
 from lazymodel._plan.plan import MemoryPlan
-from lazymodel._sharding.auto import auto
 from lazymodel._sharding.describe import describe
 from lazymodel._sharding.roles import DATA_AXES, ROLES
 from lazymodel._sharding.shard import Rules, named_rules, shard
@@ -238,10 +237,10 @@ def plans(
     options = {"device_memory": device_memory, "host_memory": host_memory, "hosts": hosts}
     for topology in topologies:
         arithmetic_mesh(topology, axes)  # all names are checked first
-    chosen = named_rules(rules if rules is not None else auto())
+    chosen = named_rules("auto" if rules is None else rules)
     search = _Search(abstract, chosen, given, options, _most_parts(abstract))
     rows = tuple(search.row(topology, axes) for topology in topologies)
-    automatic = chosen == auto()
+    automatic = chosen == named_rules("auto")
     return Plans(abstract.name, rows, given, options, "lm.auto()" if automatic else "")
 
 

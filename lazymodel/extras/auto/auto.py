@@ -16,11 +16,21 @@ from jax.sharding import Mesh, PartitionSpec
 from lazymodel._abstract.variable import AbstractVariable, Reason, flat_axes, matched_paths, rule_path
 from lazymodel._errors import ShardingError
 from lazymodel._sharding.describe import Described, describe
-from lazymodel._sharding.roles import MESH_AXES, ROLES, Host, Role, are_mesh_axes
+from lazymodel._sharding.follow import trimmed
+from lazymodel._sharding.roles import ROLES, Host, Role
 from lazymodel._show.text import closest, format_bytes
 
 Axes: TypeAlias = "str | Sequence[str] | None"
 Proposals: TypeAlias = "dict[str, tuple[PartitionSpec | Host, Reason]]"
+
+# Purpose of a mesh axis → its common names. `batch` is the data axis of keras.distribution; published Keras layouts
+# split parameters over it too.
+_MESH_AXES = {
+    "tensor": ("model", "tensor", "tp", "mp", "tensor_parallel", "model_parallel", "mdl"),
+    "fsdp": ("fsdp", "zero", "fully_sharded"),
+    "data": ("data", "batch", "dp", "data_parallel"),
+    "expert": ("expert", "experts", "ep", "expert_parallel"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +72,7 @@ class Auto:
         free = [name for name in names if name not in given]
 
         def axes(given: tuple[str, ...] | None, *kinds: str) -> tuple[str, ...]:
-            named = (tuple(name for name in free if name.lower() in MESH_AXES[kind]) for kind in kinds)
+            named = (tuple(name for name in free if name.lower() in _MESH_AXES[kind]) for kind in kinds)
             return next(filter(None, named), ()) if given is None else given
 
         tensor, expert = axes(self.tensor, "tensor"), axes(self.expert, "expert")
@@ -231,7 +241,7 @@ class _Proposer:
         if there is no such metadata, and for small vectors.
         """
         names = variable.logical_axes or ()
-        if len(names) > len(variable.shape) or not are_mesh_axes(names, self.mesh.axis_names):
+        if len(names) > len(variable.shape) or not _are_mesh_axes(names, self.mesh.axis_names):
             return None
         row = ROLES[placement.described.role]
         if variable.nbytes < self.large and len(variable.shape) == 1 and not row.tensor:
@@ -251,7 +261,7 @@ class _Proposer:
         if axis in (*self.tensor, *self.fsdp, *self.expert):
             return (axis,)
         kinds = {"tensor": self.tensor, "fsdp": self.fsdp, "data": self.fsdp, "expert": self.expert}
-        return next((axes for kind, axes in kinds.items() if axis.lower() in MESH_AXES[kind]), ())
+        return next((axes for kind, axes in kinds.items() if axis.lower() in _MESH_AXES[kind]), ())
 
     def _order(self, placement: _Placement, order: Role, *, large: bool) -> str:
         labels, expert = placement.described.labels, order.tensor[0] == "experts"
@@ -325,11 +335,12 @@ class _Proposer:
                 placement.place(axes, allowed, whole_units=False)
 
 
-def trimmed(entries: Sequence[Any]) -> PartitionSpec:
-    """A spec without trailing entries that split nothing."""
-    count = max((index + 1 for index, entry in enumerate(entries) if entry is not None), default=0)
-    return PartitionSpec(*entries[:count])
-
-
 def _names(axes: Sequence[str]) -> str:
     return " and ".join(map(repr, axes))
+
+
+def _are_mesh_axes(names: Sequence[Any], mesh_axes: Sequence[str]) -> bool:
+    """Returns True if a variable has names and all are of mesh axes: axes of this mesh, or common names of such."""
+    known = {*mesh_axes, *sum(_MESH_AXES.values(), ())}
+    flat = [axis for name in names for axis in flat_axes(name)]
+    return bool(flat) and all(axis in known or axis.lower() in known for axis in flat)

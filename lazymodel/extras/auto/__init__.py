@@ -1,0 +1,1 @@
+"""Shardings that are proposed for a model that has none: `lm.auto`."""
