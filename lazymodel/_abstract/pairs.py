@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -64,29 +64,6 @@ def lora_pairs(model: Any) -> list[LoraPair]:
         if find is not None and (found := find(model)) is not None:
             return found
     return named_pairs({path: np.shape(array) for path, array in named_arrays(model).items()})
-
-
-def with_scale(pairs: Iterable[LoraPair], scale: float | None) -> list[LoraPair]:
-    """The pairs with a user's scale if their own is unknown.
-
-    Raises:
-        LazyModelError: None is given for one that needs it, or another one than it has; or it is no number.
-    """
-    if scale is not None and not (math.isfinite(scale) and scale):
-        raise LazyModelError(f"expected a finite scale other than 0, found {scale!r}; it is the model's alpha / rank")
-    found: list[LoraPair] = []
-    for pair in pairs:
-        if pair.scale is None and scale is None:
-            raise LazyModelError(
-                f"LoRA pair {pair.a!r}: expected the factor with which the model multiplies a @ b, which its layer "
-                "does not state; pass scale=, such as alpha / rank, or 1.0 if there is none"
-            )
-        if None not in (pair.scale, scale) and pair.scale != scale:
-            raise LazyModelError(
-                f"LoRA pair {pair.a!r}: its layer multiplies a @ b with {pair.scale}, found scale={scale}; leave it out"
-            )
-        found.append(dataclasses.replace(pair, scale=scale if pair.scale is None else pair.scale))
-    return found
 
 
 def named_pairs(shapes: Mapping[str, _Shape]) -> list[LoraPair]:

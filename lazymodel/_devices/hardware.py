@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -253,34 +252,14 @@ class CompiledMemory:
         return held + self.temporary_nbytes + self.code_nbytes
 
 
-def compile_memory(function: Callable[..., Any], *args: Any, donate: Sequence[int] = ()) -> CompiledMemory:
-    """Compiles `function(*args)` for the devices of its arguments and returns the memory that it needs on each.
-
-    Args:
-        function: A traceable function.
-        *args: Pytrees of `jax.ShapeDtypeStruct` with shardings over one mesh, which may be one of `topology`. The
-            compiler places structs without a sharding.
-        donate: Numbers of the arguments whose memory the results may reuse.
+def compile_lowered(lowered: jax.stages.Lowered | jax.stages.Compiled, name: str) -> jax.stages.Compiled:
+    """The compiled program.
 
     Raises:
         DoesNotFitError: The compiler finds that the program cannot fit a device. Its `needed_nbytes` and
             `limit_nbytes` are the compiler's numbers, which it rounds to hundredths of a unit.
-        LazyModelError: The compiler rejects the program for another reason, or a mesh is one for arithmetic.
+        LazyModelError: The compiler rejects the program for another reason.
     """
-    if any(is_arithmetic(getattr(leaf, "sharding", None)) for leaf in jax.tree.leaves(args)):
-        raise LazyModelError(
-            "expected arguments that are sharded over devices, found one on a mesh without devices (as "
-            "lazymodel.arithmetic_mesh makes); make the mesh with lazymodel.topology"
-        )
-    start = time.perf_counter()
-    # Arguments that the function does not use are on the device nevertheless.
-    lowered = jax.jit(function, donate_argnums=tuple(donate), keep_unused=True).lower(*args)
-    compiled = compile_lowered(lowered, getattr(function, "__name__", "the program"))
-    return memory_of(compiled, time.perf_counter() - start)
-
-
-def compile_lowered(lowered: jax.stages.Lowered | jax.stages.Compiled, name: str) -> jax.stages.Compiled:
-    """The compiled program. Raises the errors of `compile_memory` if the compiler rejects it."""
     if isinstance(lowered, jax.stages.Compiled):  # loaded
         return lowered
     try:
@@ -289,27 +268,6 @@ def compile_lowered(lowered: jax.stages.Lowered | jax.stages.Compiled, name: str
         if "RESOURCE_EXHAUSTED" in str(error):
             raise out_of_memory(str(error), name) from error
         raise LazyModelError(f"the compiler rejects {name}: {str(error).splitlines()[0]}") from error
-
-
-def memory_of(compiled: jax.stages.Compiled, seconds: float) -> CompiledMemory:
-    """A program's memory. Raises LazyModelError if the backend does not report it."""
-    memory = compiled.memory_analysis()
-    if memory is None:
-        raise LazyModelError("this backend's compiler does not report how much memory a program needs; omit compile")
-    return CompiledMemory(
-        argument_nbytes=int(memory.argument_size_in_bytes),
-        output_nbytes=int(memory.output_size_in_bytes),
-        temporary_nbytes=int(memory.temp_size_in_bytes),
-        alias_nbytes=int(memory.alias_size_in_bytes),
-        code_nbytes=int(memory.generated_code_size_in_bytes),
-        seconds=seconds,
-        host_nbytes=int(
-            memory.host_argument_size_in_bytes
-            + memory.host_output_size_in_bytes
-            - memory.host_alias_size_in_bytes
-            + memory.host_temp_size_in_bytes
-        ),
-    )
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------

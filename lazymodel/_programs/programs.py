@@ -119,32 +119,6 @@ def given_recipe(path: str, values: np.ndarray, origin: str) -> InitRecipe:
     return InitRecipe((path,), ("given", uniform), given_values, (values,), origin)
 
 
-def scaled_recipe(recipe: InitRecipe, factors: Mapping[str, float]) -> InitRecipe:
-    """The recipe with some of its variables multiplied, like `value * factor` in eager execution; `factors` is by path.
-
-    The factors are run-time inputs, so variables that differ only in them share a program.
-    """
-    scaled = tuple(path in factors for path in recipe.paths)
-    count = len(recipe.inputs)
-
-    def multiply(*values: Any) -> list[Any]:
-        *outputs, by = values
-        pairs = zip(outputs, scaled, range(len(outputs)), strict=True)
-        return [output * by[index].astype(output.dtype) if is_scaled else output for output, is_scaled, index in pairs]
-
-    def function(*inputs: Any) -> tuple[jax.Array, ...]:
-        return tuple(multiply(*recipe.function(*inputs[:count]), inputs[count]))
-
-    return dataclasses.replace(
-        recipe,
-        signature=(recipe.signature, "scaled", scaled),
-        function=function,
-        inputs=(*recipe.inputs, np.asarray([factors.get(path, 1.0) for path in recipe.paths], np.float32)),
-        keys=(*recipe.keys, None) if recipe.keys else (),
-        kernels=None if recipe.kernels is None else recipe.kernels.followed_by(multiply, ("scaled", scaled), count),
-    )
-
-
 class ProgramCache:
     """Compiled init programs by signature and sharding; one for all models derived from one `build_abstract`.
 

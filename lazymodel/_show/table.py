@@ -16,7 +16,6 @@ import html
 import io
 import os
 import shutil
-import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, cast
@@ -314,13 +313,3 @@ def spec_text(spec: jax.sharding.PartitionSpec | None) -> str:
     if all(entry is None or entry == () for entry in entries):
         return "replicated"
     return f"P({', '.join(map(repr, entries))})"
-
-
-def print_text(text: str) -> None:
-    """Prints text: replaces characters missing in the terminal's encoding, and ignores a reader that has left."""
-    encoding = sys.stdout.encoding or "utf-8"
-    try:
-        print(text.encode(encoding, "replace").decode(encoding), flush=True)
-    except BrokenPipeError:
-        # The interpreter flushes once more when it ends, and would raise.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import ctypes
 import dataclasses
 import functools
 import itertools
@@ -247,15 +246,6 @@ def available_memory() -> int | None:
             read = [int((folder / f"memory.{name}").read_text()) for name in (limit, used)]
             available.append(read[0] - read[1])
     return min(available, default=None)
-
-
-def trim_heap() -> None:
-    """Returns freed memory of the C library's heap to the system, where the library can (glibc).
-
-    XLA allocates results on CPUs there; memory of freed ones otherwise stays with the process until it is used again.
-    """
-    with contextlib.suppress(AttributeError, OSError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def default_budget() -> int:

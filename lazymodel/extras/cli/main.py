@@ -30,7 +30,7 @@ from lazymodel._extras import extra
 from lazymodel._mapping.table import WeightMap
 from lazymodel._programs.jaxprs import CONFIG
 from lazymodel._remote.url import is_url, shown
-from lazymodel._show.table import Column, Table, print_text
+from lazymodel._show.table import Column, Table
 from lazymodel._show.text import closest, format_bytes, listed, plural, quiet_tensorflow
 from lazymodel._tensors.buffers import available_memory, cores, default_budget
 from lazymodel._version import VERSION
@@ -45,6 +45,7 @@ from lazymodel.extras.cli.output import (
     imported,
     in_options,
     print_json,
+    print_text,
     show,
     storage_options,
 )

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from lazymodel._errors import LazyModelError
-from lazymodel._show.table import print_text
 from lazymodel._show.text import closest
 
 _SHORT_DTYPES = {
@@ -152,3 +151,13 @@ def check_page(path: str | None) -> None:
     """Raises LazyModelError early if a page cannot be written to a path."""
     if path is not None and not Path(path).parent.is_dir():
         raise LazyModelError(f"cannot write {path}: {os.strerror(errno.ENOENT)}")
+
+
+def print_text(text: str) -> None:
+    """Prints text: replaces characters missing in the terminal's encoding, and ignores a reader that has left."""
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        print(text.encode(encoding, "replace").decode(encoding), flush=True)
+    except BrokenPipeError:
+        # The interpreter flushes once more when it ends, and would raise.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

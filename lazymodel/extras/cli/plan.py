@@ -34,7 +34,7 @@ from lazymodel._model import AbstractModel, build_abstract
 from lazymodel._programs.jaxprs import CONFIG
 from lazymodel._remote.url import is_url, shown
 from lazymodel._sharding.roles import role
-from lazymodel._show.table import plain, print_text
+from lazymodel._show.table import plain
 from lazymodel._show.text import closest, parse_bytes, quiet_tensorflow
 from lazymodel.checkpoints._open import SUFFIXES
 from lazymodel.extras.cli.output import (
@@ -47,6 +47,7 @@ from lazymodel.extras.cli.output import (
     in_options,
     is_imported,
     print_json,
+    print_text,
     show,
     storage_options,
 )

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeAlias, cast
 import numpy as np
 
 from lazymodel._abstract.framework import ModelSpec
-from lazymodel._abstract.pairs import RANK, Axes, LoraPair, with_scale
+from lazymodel._abstract.pairs import RANK, Axes, LoraPair
 from lazymodel._abstract.variable import Captures
 from lazymodel._errors import CheckpointError, LazyModelError
 from lazymodel._mapping.entry import From, joined_names, unstacked, variable_of
@@ -464,3 +464,26 @@ def of_rank(low: LowRank, rank: int) -> tuple[LowRank, float]:
     b, a = (left @ outputs[:, :rank] * root, right @ inputs[:rank].T * root)
     error = float(np.linalg.norm(sizes[rank:]) / (np.linalg.norm(sizes) or 1))
     return dataclasses.replace(low, a=lazy(a.astype(np.float32)), b=lazy(b.astype(np.float32))), error
+
+
+def with_scale(pairs: Iterable[LoraPair], scale: float | None) -> list[LoraPair]:
+    """The pairs with a user's scale if their own is unknown.
+
+    Raises:
+        LazyModelError: None is given for one that needs it, or another one than it has; or it is no number.
+    """
+    if scale is not None and not (math.isfinite(scale) and scale):
+        raise LazyModelError(f"expected a finite scale other than 0, found {scale!r}; it is the model's alpha / rank")
+    found: list[LoraPair] = []
+    for pair in pairs:
+        if pair.scale is None and scale is None:
+            raise LazyModelError(
+                f"LoRA pair {pair.a!r}: expected the factor with which the model multiplies a @ b, which its layer "
+                "does not state; pass scale=, such as alpha / rank, or 1.0 if there is none"
+            )
+        if None not in (pair.scale, scale) and pair.scale != scale:
+            raise LazyModelError(
+                f"LoRA pair {pair.a!r}: its layer multiplies a @ b with {pair.scale}, found scale={scale}; leave it out"
+            )
+        found.append(dataclasses.replace(pair, scale=scale if pair.scale is None else pair.scale))
+    return found

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from lazymodel._abstract.framework import ModelSpec
-from lazymodel._abstract.pairs import lora_pairs, with_scale
+from lazymodel._abstract.pairs import lora_pairs
 from lazymodel._abstract.variable import lazy_array
 from lazymodel._devices.collective import agreement
 from lazymodel._errors import LazyModelError, warn
@@ -34,7 +34,7 @@ from lazymodel._show.progress import Progress
 from lazymodel._show.text import listed
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel.checkpoints._safetensors import OWN_DTYPES
-from lazymodel.extras.lora.pairs import LowRank, of_rank, pair_products
+from lazymodel.extras.lora.pairs import LowRank, of_rank, pair_products, with_scale
 from lazymodel.extras.lora.peft import CONFIG, EMBEDDINGS, FILES, PREFIX
 
 _FAR = 0.1  # relative error of a product from which outputs of a model visibly change

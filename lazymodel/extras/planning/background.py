@@ -21,12 +21,13 @@ from jax.sharding import Sharding
 
 from lazymodel._abstract.framework import AnyModel, LoweredFunction, ModelSpec
 from lazymodel._abstract.variable import Placement, resident_nbytes
-from lazymodel._devices.hardware import compile_lowered, device_memory, memory_of
+from lazymodel._devices.hardware import compile_lowered, device_memory
 from lazymodel._errors import DoesNotFitError, LazyModelError
 from lazymodel._materialize.background import Background, CompiledProgram
 from lazymodel._show.progress import Timeline
 from lazymodel._show.text import format_bytes
 from lazymodel.extras.planning.compile import FORWARD, INIT, Compile, call_options, lower
+from lazymodel.extras.planning.compiled import memory_of
 
 # XLA compiles one program mostly on one thread; init programs and reading need threads as well.
 _THREADS = 2

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lazymodel._abstract.framework import ModelSpec, PlannedFunction
 from lazymodel._abstract.variable import device_shardings, is_offloaded, on_device, resident_nbytes
-from lazymodel._devices.hardware import CompiledMemory, compile_lowered, compile_memory, memory_of
+from lazymodel._devices.hardware import CompiledMemory, compile_lowered, is_arithmetic
 from lazymodel._errors import DoesNotFitError, LazyModelError
 from lazymodel._pin_batch import is_pinned, pin_batch, splits_parameters
 from lazymodel._plan.use import GRADIENTS, LORA, OPTIMIZER, PARAMETERS, Activations, Use
@@ -120,7 +120,7 @@ def _compile_use(model: ModelSpec, training: Training, compile: Compile) -> tupl
         def forward(values: Mapping[str, Any], pairs: Mapping[str, Any], *inputs: Any) -> Any:
             return run(jax.tree.map(_on_device, values, structs), pairs, inputs)
 
-        return compile_memory(forward, structs, training.pairs, *inputs), f"compiled forward pass: {description}"
+        return _compile_memory(forward, structs, training.pairs, *inputs), f"compiled forward pass: {description}"
 
     def loss(trained: Mapping[str, Any], rest: Mapping[str, Any], inputs: Any) -> Any:
         pairs = {path: trained[path] for path in training.pairs}
@@ -140,7 +140,7 @@ def _compile_use(model: ModelSpec, training: Training, compile: Compile) -> tupl
     }
     arguments = dict(training.trained), training.slots, state, frozen
     step = _training_step(_moments(model, training), arguments, loss)
-    memory = compile_memory(step, *arguments, *inputs, donate=(0, 1, 2))
+    memory = _compile_memory(step, *arguments, *inputs, donate=(0, 1, 2))
     return memory, f"compiled training step: {description}"
 
 
@@ -242,3 +242,50 @@ def _placed(value: Any, struct: Any) -> Any:
         return jax.device_put(value, struct.sharding)  # a constraint would leave it on the device
     named = isinstance(struct.sharding, NamedSharding)
     return jax.lax.with_sharding_constraint(value, struct.sharding) if named else value
+
+
+def _compile_memory(function: Callable[..., Any], *args: Any, donate: Sequence[int] = ()) -> CompiledMemory:
+    """Compiles `function(*args)` for the devices of its arguments and returns the memory that it needs on each.
+
+    Args:
+        function: A traceable function.
+        *args: Pytrees of `jax.ShapeDtypeStruct` with shardings over one mesh, which may be one of `topology`. The
+            compiler places structs without a sharding.
+        donate: Numbers of the arguments whose memory the results may reuse.
+
+    Raises:
+        DoesNotFitError: The compiler finds that the program cannot fit a device. Its `needed_nbytes` and
+            `limit_nbytes` are the compiler's numbers, which it rounds to hundredths of a unit.
+        LazyModelError: The compiler rejects the program for another reason, or a mesh is one for arithmetic.
+    """
+    if any(is_arithmetic(getattr(leaf, "sharding", None)) for leaf in jax.tree.leaves(args)):
+        raise LazyModelError(
+            "expected arguments that are sharded over devices, found one on a mesh without devices (as "
+            "lazymodel.arithmetic_mesh makes); make the mesh with lazymodel.topology"
+        )
+    start = time.perf_counter()
+    # Arguments that the function does not use are on the device nevertheless.
+    lowered = jax.jit(function, donate_argnums=tuple(donate), keep_unused=True).lower(*args)
+    compiled = compile_lowered(lowered, getattr(function, "__name__", "the program"))
+    return memory_of(compiled, time.perf_counter() - start)
+
+
+def memory_of(compiled: jax.stages.Compiled, seconds: float) -> CompiledMemory:
+    """A program's memory. Raises LazyModelError if the backend does not report it."""
+    memory = compiled.memory_analysis()
+    if memory is None:
+        raise LazyModelError("this backend's compiler does not report how much memory a program needs; omit compile")
+    return CompiledMemory(
+        argument_nbytes=int(memory.argument_size_in_bytes),
+        output_nbytes=int(memory.output_size_in_bytes),
+        temporary_nbytes=int(memory.temp_size_in_bytes),
+        alias_nbytes=int(memory.alias_size_in_bytes),
+        code_nbytes=int(memory.generated_code_size_in_bytes),
+        seconds=seconds,
+        host_nbytes=int(
+            memory.host_argument_size_in_bytes
+            + memory.host_output_size_in_bytes
+            - memory.host_alias_size_in_bytes
+            + memory.host_temp_size_in_bytes
+        ),
+    )

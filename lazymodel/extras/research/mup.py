@@ -20,7 +20,7 @@ import numpy as np
 from lazymodel._abstract.framework import AnyModel, ModelSpec
 from lazymodel._abstract.variable import AbstractVariable, Template, path_text, rule_path
 from lazymodel._errors import LazyModelError
-from lazymodel._programs.programs import scaled_recipe
+from lazymodel._programs.programs import InitRecipe
 from lazymodel._sharding.describe import Described, describe
 from lazymodel._show.table import Column, Report, Table
 from lazymodel._show.text import closest, first_lines, grouped_by, plural, unnumbered
@@ -236,7 +236,7 @@ class Mup(Report, Mapping[str, MupVariable]):
         for path, factor in self.factors.items():
             variables[path] = dataclasses.replace(variables[path], origin=f"{variables[path].origin} × {factor:.3g}")
         recipes = tuple(
-            scaled_recipe(recipe, self.factors) if any(path in self.factors for path in recipe.paths) else recipe
+            _scaled_recipe(recipe, self.factors) if any(path in self.factors for path in recipe.paths) else recipe
             for recipe in model.recipes
         )
         return dataclasses.replace(model, variables=variables, recipes=recipes)
@@ -560,3 +560,29 @@ def _growth(variable: Grown | MupVariable) -> str:
 
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3g}"
+
+
+def _scaled_recipe(recipe: InitRecipe, factors: Mapping[str, float]) -> InitRecipe:
+    """The recipe with some of its variables multiplied, like `value * factor` in eager execution; `factors` is by path.
+
+    The factors are run-time inputs, so variables that differ only in them share a program.
+    """
+    scaled = tuple(path in factors for path in recipe.paths)
+    count = len(recipe.inputs)
+
+    def multiply(*values: Any) -> list[Any]:
+        *outputs, by = values
+        pairs = zip(outputs, scaled, range(len(outputs)), strict=True)
+        return [output * by[index].astype(output.dtype) if is_scaled else output for output, is_scaled, index in pairs]
+
+    def function(*inputs: Any) -> tuple[jax.Array, ...]:
+        return tuple(multiply(*recipe.function(*inputs[:count]), inputs[count]))
+
+    return dataclasses.replace(
+        recipe,
+        signature=(recipe.signature, "scaled", scaled),
+        function=function,
+        inputs=(*recipe.inputs, np.asarray([factors.get(path, 1.0) for path in recipe.paths], np.float32)),
+        keys=(*recipe.keys, None) if recipe.keys else (),
+        kernels=None if recipe.kernels is None else recipe.kernels.followed_by(multiply, ("scaled", scaled), count),
+    )

@@ -10,6 +10,7 @@ their last use, or until the next one if memory is short.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import itertools
@@ -34,7 +35,7 @@ from lazymodel._programs.jaxprs import Programs, as_keys, as_operand, is_weak, p
 from lazymodel._programs.programs import run_recipes
 from lazymodel._show.progress import Progress, ProgressTo, ReportTo, delivery, progress_for, reported
 from lazymodel._show.text import format_bytes, grouped_by, parse_budget, parse_bytes
-from lazymodel._tensors.buffers import available_memory, default_budget, trim_heap
+from lazymodel._tensors.buffers import available_memory, default_budget
 from lazymodel._tensors.byte_reader import BYTES_READ
 from lazymodel._tensors.lazy import lazy
 from lazymodel._tensors.shards import on_host
@@ -462,7 +463,7 @@ def _run(
             del outputs
             spent += call.busy
             if here and spent >= _TRIM:
-                trim_heap()
+                _trim_heap()
                 spent = 0
     if any(step.eqn.effects for step in flat.steps):
         jax.effects_barrier()
@@ -522,3 +523,12 @@ def _report(calls: Sequence[_Call], flat: Flattened, variables: _Variables, **me
         ),
         **measured,
     )
+
+
+def _trim_heap() -> None:
+    """Returns freed memory of the C library's heap to the system, where the library can (glibc).
+
+    XLA allocates results on CPUs there; memory of freed ones otherwise stays with the process until it is used again.
+    """
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
