@@ -35,6 +35,7 @@ from lazymodel._show.text import closest, format_bytes, listed, plural, quiet_te
 from lazymodel._tensors.buffers import available_memory, cores, default_budget
 from lazymodel._version import VERSION
 from lazymodel.checkpoints import open_checkpoint
+from lazymodel.checkpoints._open import located
 from lazymodel.extras.cli.convert import Conversion, convert, selected
 from lazymodel.extras.cli.output import (
     JSON,
@@ -367,8 +368,9 @@ def _add_inspect(commands: Any) -> None:
 def _inspect(arguments: argparse.Namespace) -> int:
     check_page(arguments.html)
     options = storage_options(arguments)
-    summary = extra("inspect_checkpoint")(arguments.checkpoint, options, verify=arguments.verify)
-    if extra("is_adapter")(arguments.checkpoint, options):
+    where = located(arguments.checkpoint, options)
+    summary = extra("inspect_checkpoint")(where, verify=arguments.verify)
+    if extra("is_adapter")(where):
         try:
             with contextlib.closing(lm.open_adapter(arguments.checkpoint, options)) as adapter:
                 summary.metadata["adapter"] = repr(adapter)

@@ -16,7 +16,7 @@ from lazymodel._remote.path import Location
 from lazymodel._show.table import Column, Report, Table, plain, shape_text
 from lazymodel._show.text import first_lines, format_bytes, plural, printable
 from lazymodel.checkpoints._checkpoint import Checkpoint
-from lazymodel.checkpoints._open import content_files, find_contents, located
+from lazymodel.checkpoints._open import content_files, find_contents
 from lazymodel.checkpoints._safetensors import Contents, short, some
 from lazymodel.extras.inspection.verify import mismatches, no_hash, stated_hashes
 
@@ -144,21 +144,18 @@ class CheckpointSummary(Report):
         return "\n".join([*parts, "", count, *problems])
 
 
-def inspect_checkpoint(
-    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None, *, verify: bool = False
-) -> CheckpointSummary:
+def inspect_checkpoint(where: Location, *, verify: bool = False) -> CheckpointSummary:
     """Lists what is in a checkpoint and what is wrong with it; reads headers only.
 
     Args:
-        path: As for `open_checkpoint`, and `storage_options` too.
+        where: The place of the checkpoint, at which something is.
         verify: Whether to hash the files too, and to compare that with what a Hugging Face cache or download, or a
             manifest such as `SHA256SUMS`, states. A file whose hash nobody states is a problem.
 
     Raises:
-        CheckpointError: Nothing is there, or nothing in a folder is a checkpoint. Everything else that is wrong is a
+        CheckpointError: Nothing in a folder is a checkpoint. Everything else that is wrong is a
             problem in the summary.
     """
-    where = located(path, storage_options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", LazyModelWarning)
         contents = find_contents(where)

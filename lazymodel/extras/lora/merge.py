@@ -26,6 +26,7 @@ from lazymodel._devices.collective import opening
 from lazymodel._errors import CheckpointError, warn
 from lazymodel._mapping.resolve import given_checkpoint
 from lazymodel._mapping.source import described
+from lazymodel._remote.path import Location
 from lazymodel._show.text import closest, grouped_by, listed, plural
 from lazymodel._tensors.lazy import LazyTensor, lazy
 from lazymodel.checkpoints._checkpoint import Checkpoint, TensorHeader
@@ -160,9 +161,8 @@ def open_adapter(path: str | os.PathLike[str], storage_options: Mapping[str, Any
     )
 
 
-def is_adapter(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> bool:
+def is_adapter(where: Location) -> bool:
     """Returns True for a folder of PEFT's."""
-    where = located(path, storage_options)
     return where.is_dir() and (where / CONFIG).exists()
 
 
