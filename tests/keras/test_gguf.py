@@ -19,7 +19,6 @@ from keras_hub.src.utils.preset_utils import list_subclasses
 
 import lazymodel as lm
 import lazymodel_keras as lk
-from tests.large import mostly_large
 from tests.servers.object_server import ObjectServer
 
 from .gguf_models import (
@@ -50,9 +49,7 @@ def loaded(cls: Any, preset: Any, **given: Any) -> Any:
     return lk.abstract_from_preset(cls, str(preset), **given).materialize(initialize="nothing")
 
 
-@pytest.mark.parametrize(
-    "name", mostly_large([name for name in KINDS if name != "phi3"], ("llama", "mixtral", "qwen2_moe", "gemma3"))
-)
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "phi3"])
 def test_is_what_the_hugging_face_folder_gives(name: str, tmp_path: Path) -> None:
     kind = KINDS[name]
     quantized = None if name in ("llama", "gemma") else Type.Q8_0
@@ -103,7 +100,7 @@ def tokenizer_class(name: str) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # KerasHub's
-@pytest.mark.parametrize("name", mostly_large([*BYTE_LEVEL, *SENTENCE_PIECE], ("llama", "qwen3", "gemma3", "mistral")))
+@pytest.mark.parametrize("name", [*BYTE_LEVEL, *SENTENCE_PIECE])
 def test_splits_text_as_the_folder_s_vocabulary_does(name: str, tmp_path: Path) -> None:
     cls = tokenizer_class(name)
     folder, file = with_vocabulary(tmp_path, name)
