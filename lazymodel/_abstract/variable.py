@@ -24,6 +24,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from lazymodel._abstract.adapters import adapters
+from lazymodel._devices.tiles import array_nbytes, packed_nbytes
 from lazymodel._errors import LazyModelError, ShardingError
 from lazymodel._programs.jaxprs import is_key, stored_as
 from lazymodel._show.table import placed_text, spec_text
@@ -113,6 +114,27 @@ def _device(sharding: Any) -> Any:
     return next(iter(sharding.addressable_devices or sharding.device_set))
 
 
+def planned_device(sharding: Any) -> Any:
+    """One of the devices, real or abstract; None if nothing is known of them."""
+    if isinstance(sharding, NamedSharding):
+        mesh = sharding.mesh
+        return mesh.abstract_device if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
+    return None if sharding is None else _device(sharding)
+
+
+def shard_stored(array: Any, sharding: Sharding | None) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and dtype of one shard of an array, a variable or a struct; those of PRNG keys are their data."""
+    shape = tuple(array.shape) if sharding is None else sharding.shard_shape(tuple(array.shape))
+    return stored_as(shape, array.dtype)
+
+
+def shard_nbytes(array: Any, sharding: Sharding | None, layout: Layout | None = None) -> int:
+    """Bytes that one shard of an array, a variable or a struct takes on its device, or in its host's memory."""
+    shape, dtype = shard_stored(array, sharding)
+    order = layout.major_to_minor if layout is not None and len(layout.major_to_minor) == len(shape) else None
+    return array_nbytes(shape, dtype, planned_device(sharding), order)
+
+
 @dataclasses.dataclass(frozen=True)
 class Reason:
     """The reason for the sharding of a variable.
@@ -192,8 +214,8 @@ class AbstractVariable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole variable, over all devices, counted once."""
-        return self.size * self.dtype.itemsize
+        """Bytes of the whole variable, over all devices, counted once and without padding."""
+        return packed_nbytes(*self.stored, planned_device(self.sharding))
 
     @property
     def is_key(self) -> bool:
@@ -217,10 +239,15 @@ class AbstractVariable:
 
     @property
     def shard_nbytes(self) -> int:
-        """Bytes of one shard on a device, or on its host (shards of a JAX array have equal shapes)."""
-        if self.sharding is None:
-            return self.nbytes
-        return math.prod(self.sharding.shard_shape(self.shape)) * self.dtype.itemsize
+        """Bytes of one shard on a device, or on its host (shards of a JAX array have equal shapes); on a TPU's, those
+        that fill up its tiles are included.
+        """
+        return shard_nbytes(self, self.sharding, self.layout)
+
+    @property
+    def padding_nbytes(self) -> int:
+        """Bytes of `shard_nbytes` that only fill up the tiles of a TPU."""
+        return self.shard_nbytes - packed_nbytes(*shard_stored(self, self.sharding), planned_device(self.sharding))
 
     @property
     def struct(self) -> jax.ShapeDtypeStruct:

@@ -20,14 +20,19 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from lazymodel._abstract.framework import ModelSpec
 from lazymodel._abstract.variable import (
+    AbstractVariable,
     Placement,
     Signature,
+    device_shardings,
     offloaded_nbytes,
+    planned_device,
     resident_nbytes,
+    shard_stored,
     stays_on_host,
 )
 from lazymodel._devices.hardware import device_memory as known_memory
 from lazymodel._devices.hardware import devices_per_host, host_memory, is_arithmetic, is_live
+from lazymodel._devices.tiles import tiled_shape
 from lazymodel._errors import LazyModelError
 from lazymodel._extras import extra
 from lazymodel._mapping.resolve import LoadPlan, prepare_load, refused_casts
@@ -36,7 +41,7 @@ from lazymodel._plan.use import ACTIVATIONS, Use, own_use
 from lazymodel._programs.jaxprs import InitProgram
 from lazymodel._programs.programs import by_devices
 from lazymodel._sharding.roles import DATA_AXES
-from lazymodel._show.text import grouped_by, parse_bytes
+from lazymodel._show.text import format_bytes, grouped_by, parse_bytes
 from lazymodel._tensors import shards
 from lazymodel._tensors.buffers import DEFAULT_BUDGET, available_memory
 from lazymodel._tensors.lazy import LazyTensor
@@ -305,11 +310,17 @@ def _read(
         variable, sharding = model[path], placement.shardings[path]
         for process, count in ({} if is_arithmetic(sharding) else counts(sharding, variable.shape)).items():
             if not stays_on_host(variable):
-                distinct[process, path] = count * variable.shard_nbytes
+                distinct[process, path] = count * _numpy_nbytes(variable)
             if isinstance(source, LazyTensor):
                 nbytes = count * math.prod(sharding.shard_shape(tuple(source.shape))) * stored_itemsize(source.source)
                 read[process] += exchanges[path].read_nbytes(process) if path in exchanges else int(nbytes)
     return read, distinct
+
+
+def _numpy_nbytes(variable: AbstractVariable) -> int:
+    """Bytes of a shard in a host's buffers, where an element takes a byte or more and nothing is padded."""
+    shape, dtype = shard_stored(variable, variable.sharding)
+    return math.prod(shape) * dtype.itemsize
 
 
 def _distinct_shards(sharding: Sharding, shape: tuple[int, ...]) -> Mapping[int, int]:
@@ -365,6 +376,7 @@ def plan(
     limit, host_limit = _nbytes("device_memory", device_memory), _nbytes("host_memory", host_memory)
     # A checkpoint that `materialize` rejects still has a plan, with a note.
     initialize = initialize or "missing"
+    model = _placed(model)
     choice = prepare_load(model, checkpoint, initialize=initialize, strict=False, cast="unsafe", warns=False)
     read, placement = choice.model, Placement(choice.shardings)
     devices, use = _devices(placement), own_use(model, placement.shardings)
@@ -376,18 +388,17 @@ def plan(
     signature, resident = placement.most_loaded({path: resident_nbytes(variable) for path, variable in model.items()})
     timeline = tuple(make_timeline(steps, signature))
     parts, offloaded, in_use = _parts(use, placement), use.offloaded(), use.activations
-    estimated = devices.platform if not programs and any(step.action == "initialize" for step in steps) else None
     planned = _make_hosts(read, choice, placement, exchanges, steps, offloaded, on_cpu=devices.platform == "cpu")
     kept, memory, offloading = _offloaded_to(planned, placement, offloaded, hosts, devices.kind, live=devices.live)
-    trains = model.optimized is not None or (what_if is not None and what_if.optimizer is not None)
-    notes = [*_notes(refused_casts(choice), estimated), *_whole_batches(placement, trains=trains)]
+    notes = [*_padding(model, placement, signature), *_notes(refused_casts(choice), steps, programs, devices.platform)]
+    notes += _whole_batches(model, placement, what_if)
     return MemoryPlan(
         name=model.name,
         rows=_rows(model, choice, use),
         device_nbytes=resident,
         peak_nbytes=max((step.peak_nbytes for step in timeline), default=0),
         read_nbytes=_read_here(choice, planned, live=devices.live),
-        host_nbytes=max((resident_nbytes(read[p]) + offloaded_nbytes(read[p]) for p in choice.sources), default=0),
+        host_nbytes=max((_numpy_nbytes(read[p]) for p in choice.sources if not stays_on_host(read[p])), default=0),
         num_devices=len(placement.devices),
         device_memory=limit or (in_use.limit if in_use else None) or devices.memory,
         programs=programs,
@@ -402,6 +413,12 @@ def plan(
         host_memory=host_limit or memory,
         notes=(*use.notes, *notes, *offloading),
     )
+
+
+def _placed(model: ModelSpec) -> ModelSpec:
+    """The model with the default device where no sharding was assigned, whose tiles count as well."""
+    shardings = device_shardings(model.variables)
+    return model.with_variables({p: dataclasses.replace(each, sharding=shardings[p]) for p, each in model.items()})
 
 
 def _nbytes(name: str, given: int | str | None) -> int | None:
@@ -423,8 +440,9 @@ def _parts(use: Use, placement: Placement) -> dict[str, int]:
     return held if use.activations is None else held | {ACTIVATIONS: use.activations.nbytes}
 
 
-def _whole_batches(placement: Placement, *, trains: bool) -> Iterator[str]:
+def _whole_batches(model: ModelSpec, placement: Placement, what_if: WhatIf | None) -> Iterator[str]:
     """A note if every device of a mesh would compute the whole batch of a training step."""
+    trains = model.optimized is not None or (what_if is not None and what_if.optimizer is not None)
     mesh = next((mesh for mesh in placement.meshes if mesh.size > 1), None)
     if trains and mesh is not None and not any(axis in DATA_AXES for axis in mesh.shape):
         axes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
@@ -464,14 +482,27 @@ def _read_here(choice: LoadPlan, hosts: Sequence[HostPlan], *, live: bool) -> in
     return max(here or [host.read_nbytes for host in hosts])
 
 
-def _notes(refused: Sequence[str], estimated: str | None) -> Iterator[str]:
+def _notes(refused: Sequence[str], steps: Sequence[Step], programs: int, platform: str) -> Iterator[str]:
     """Notes: variables that count as loaded, tensors that `materialize` rejects, and the platform of an estimate."""
     if refused:
         more = f" ({len(refused)} tensors)" if len(refused) > 1 else ""
         yield f"materialize rejects this checkpoint: {refused[0]}{more}"
-    if estimated is not None:
-        each = "12 to 16 bytes an element" if estimated == "cpu" else "next to none on TPUs and GPUs"
+    if not programs and any(step.action == "initialize" for step in steps):
+        each = "12 to 16 bytes an element" if platform == "cpu" else "next to none on TPUs and GPUs"
         yield f"temporaries of init programs are estimated: {each}"
+
+
+def _padding(model: ModelSpec, placement: Placement, signature: Signature) -> Iterator[str]:
+    """A note if a hundredth of what a device holds, or more, fills up its tiles."""
+    held = {path: resident_nbytes(variable) for path, variable in model.items()}
+    padding = {path: model[path].padding_nbytes if nbytes else 0 for path, nbytes in held.items()}
+    total, whole = (placement.held(amounts).get(signature, 0) for amounts in (padding, held))
+    if total * 100 < whole or not total:
+        return
+    path = max(padding, key=lambda path: padding[path])
+    shape, dtype = shard_stored(model[path], model[path].sharding)
+    filled = tiled_shape(shape, dtype, planned_device(model[path].sharding))
+    yield f"{format_bytes(total)} of a device are padding of tiles: {path!r}, {shape}, takes as much as {filled}"
 
 
 def _rows(model: ModelSpec, choice: LoadPlan, use: Use) -> tuple[PlanRow, ...]:
@@ -497,6 +528,7 @@ def _rows(model: ModelSpec, choice: LoadPlan, use: Use) -> tuple[PlanRow, ...]:
             memory_kind=variable.memory_kind,
             offloaded_nbytes=offloaded.get(path, 0),
             why="" if variable.reason is None else variable.reason.text,
+            padding_nbytes=variable.padding_nbytes if resident_nbytes(variable) else 0,
         )
         for path, variable in model.items()
     )

@@ -53,6 +53,7 @@ class PlanRow:
     memory_kind: str | None = None  # its kind of memory, such as `pinned_host`; None is the devices' own memory
     offloaded_nbytes: int = 0  # bytes that the host keeps for it for each of its devices, slots of a `WhatIf` included
     why: str = ""  # the reason for its sharding
+    padding_nbytes: int = 0  # bytes of `shard_nbytes` that only fill up the tiles of a TPU
 
     @property
     def most_nbytes(self) -> int:
@@ -209,7 +210,7 @@ class MemoryPlan(Report):
         )
 
     def _replicated(self, row: PlanRow) -> bool:
-        return row.shard_nbytes == row.nbytes and row.memory_kind is None and self.num_devices > 1
+        return row.shard_nbytes - row.padding_nbytes == row.nbytes and row.memory_kind is None and self.num_devices > 1
 
     def _largest(self, count: int, key: str) -> str:
         """The variables with the largest values of an attribute of rows, as text."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from lazymodel._abstract.framework import ModelSpec
-from lazymodel._abstract.variable import offloaded_nbytes, resident_nbytes
+from lazymodel._abstract.variable import offloaded_nbytes, resident_nbytes, shard_nbytes
 from lazymodel._devices.hardware import CompiledMemory
 
 PARAMETERS, LORA, OPTIMIZER, GRADIENTS = "parameters", "LoRA", "optimizer state", "gradients"
@@ -116,5 +115,4 @@ def gradients(trained: Mapping[str, tuple[jax.ShapeDtypeStruct, ...]]) -> Iterat
 
 def struct_nbytes(struct: jax.ShapeDtypeStruct) -> tuple[int, int]:
     """Bytes of an array, and of its shard on a device."""
-    shape = struct.shape if struct.sharding is None else struct.sharding.shard_shape(struct.shape)
-    return struct.size * struct.dtype.itemsize, math.prod(shape) * struct.dtype.itemsize
+    return struct.size * struct.dtype.itemsize, shard_nbytes(struct, struct.sharding)

@@ -593,7 +593,7 @@ def _explain_model(model: ModelSpec) -> ShardingReport:
     placed = [variable for variable in variables if not stays_on_host(variable) and variable.path not in elsewhere]
     nbytes, per_device = sum(variable.nbytes for variable in placed), device_nbytes(placed)
     apart = (variable for variable in placed if variable.sharding is not None and variable.sharding.num_devices > 1)
-    replicated = [variable for variable in apart if variable.shard_nbytes == variable.nbytes]
+    replicated = [variable for variable in apart if variable.shard_nbytes - variable.padding_nbytes == variable.nbytes]
     by_kind = grouped_by(variables, lambda variable: "" if variable.reason is None else variable.reason.kind)
     return ShardingReport(
         name=model.name,

@@ -65,7 +65,7 @@ def count_compiled(model: ModelSpec, use: Use, training: Training, compile: Comp
             raise
         total, limit, note = error.needed_nbytes, error.limit_nbytes, str(error)
     use.notes += [note, *_not_pinned(model, compile)]
-    # The compiler pads arguments and keeps results; all of that counts as activations.
+    # Results that the program keeps count as activations.
     use.activations = Activations(max(total - held, 0), "compiled", found, limit)
     if compile.is_step or compile.what == "train":  # gradients are among its temporaries
         use.held = [row for row in use.held if row.kind != GRADIENTS]

@@ -18,8 +18,16 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from lazymodel._abstract.framework import ModelSpec
-from lazymodel._abstract.variable import Placement, in_memory, is_offloaded, matched_paths, stays_on_host
+from lazymodel._abstract.variable import (
+    Placement,
+    in_memory,
+    is_offloaded,
+    matched_paths,
+    planned_device,
+    stays_on_host,
+)
 from lazymodel._devices.hardware import is_arithmetic
+from lazymodel._devices.tiles import tiled_shape
 from lazymodel._errors import LazyModelError
 from lazymodel._plan.use import LORA, OPTIMIZER, Activations, Held, Use, gradients, own_trained, own_use, struct_nbytes
 from lazymodel._sharding.describe import describe
@@ -338,7 +346,9 @@ def _quantize(use: Use, model: ModelSpec, shardings: Mapping[str, Sharding], mod
             )
         shard = shardings[path].shard_shape(variable.shape)
         columns = math.prod(shard) // max(shard[-2], 1)
-        nbytes = -(-math.prod(shard) * _QUANTIZED_BITS[mode] // 8) + columns * _SCALE_NBYTES
+        # Keras packs two int4 in a byte itself, where the compiler does not.
+        filled = tiled_shape(tuple(shard), np.dtype(mode), planned_device(shardings[path]))
+        nbytes = -(-math.prod(filled) * _QUANTIZED_BITS[mode] // 8) + columns * _SCALE_NBYTES
         where = "host_nbytes" if row.host_nbytes else "device_nbytes"
         use.held[place] = row._replace(**{where: nbytes})
         count += 1

@@ -14,7 +14,6 @@ import ctypes
 import dataclasses
 import functools
 import itertools
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -24,7 +23,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from lazymodel._abstract.framework import ModelSpec
-from lazymodel._abstract.variable import host_array, stays_on_host
+from lazymodel._abstract.variable import host_array, shard_nbytes, stays_on_host
 from lazymodel._devices.collective import CollectiveScope, agreement
 from lazymodel._devices.hardware import device_memory, require_live
 from lazymodel._errors import DoesNotFitError, LazyModelError
@@ -212,7 +211,7 @@ class _Variables:
 
     def nbytes(self, value: RunValue) -> int:
         """Bytes of a part on a device."""
-        return _shard_nbytes(value.aval, self.sharding(value.source))
+        return shard_nbytes(value.aval, self.sharding(value.source))
 
     def is_read(self, value: RunValue) -> bool:
         """Returns True if the stream yields a part, False if an init program makes it."""
@@ -234,12 +233,6 @@ class _Variables:
         """Bytes of temporaries on a device while a variable is made."""
         recipe = self._recipes.get(path)
         return 0 if recipe is None else self.model.programs.get(recipe, [self.shardings[path]]).temp_nbytes
-
-
-def _shard_nbytes(aval: Any, sharding: Sharding) -> int:
-    """Bytes on a device."""
-    shape, dtype = stored_as(tuple(sharding.shard_shape(tuple(aval.shape))), aval.dtype)
-    return math.prod(shape) * dtype.itemsize
 
 
 def _traced(
@@ -344,7 +337,7 @@ def _most(calls: Sequence[_Call]) -> int:
 def _results_nbytes(calls: Sequence[_Call], flat: Flattened, variables: _Variables) -> int:
     """Bytes of what the function computes, or returns of the model."""
     placed_at = {v: s for call in calls for v, s in zip(call.stretch.outputs, call.program.shardings, strict=True)}
-    computed = sum(_shard_nbytes(each.aval, placed_at[each]) for each in flat.values if each in placed_at)
+    computed = sum(shard_nbytes(each.aval, placed_at[each]) for each in flat.values if each in placed_at)
     return computed + sum(variables.nbytes(each) for each in flat.values if each.part is not None)
 
 
@@ -362,7 +355,7 @@ def _calls(flat: Flattened, variables: _Variables, cutter: Cutter, size: int | N
                 value.data = _given(value, variables.default)
                 alive[value] = value.data.sharding
         alive = {value: alive[value] for value in alive if value.step is None or last[value] >= number}
-        live = sum(_shard_nbytes(value.aval, sharding) for value, sharding in alive.items())
+        live = sum(shard_nbytes(value.aval, sharding) for value, sharding in alive.items())
         inputs = [variables.sharding(value.source) if value.part else alive[value] for value in stretch.inputs]
         key, compiled = program(stretch, inputs, variables.default, own)
         made = dict(zip(stretch.outputs, compiled.shardings, strict=True))
@@ -370,7 +363,7 @@ def _calls(flat: Flattened, variables: _Variables, cutter: Cutter, size: int | N
         needed = [value for value in stretch.inputs if value.part is not None]
         if number == len(found) - 1:
             needed = list(dict.fromkeys([*needed, *(value for value in flat.values if value.part is not None)]))
-        busy = compiled.temp_nbytes + sum(_shard_nbytes(value.aval, sharding) for value, sharding in made.items())
+        busy = compiled.temp_nbytes + sum(shard_nbytes(value.aval, sharding) for value, sharding in made.items())
         busy = max([busy, *(variables.temp_nbytes(value.source.path) for value in needed)])
         calls.append(_Call(stretch, key, compiled, needed, sum(map(variables.nbytes, needed)), live, busy))
     return calls
@@ -509,7 +502,7 @@ def _report(calls: Sequence[_Call], flat: Flattened, variables: _Variables, **me
         rows=tuple(rows),
         variables=len({value.source.path for value in fetched}),
         model_nbytes=sum(
-            _shard_nbytes(model[path], sharding)
+            shard_nbytes(model[path], sharding)
             for path, sharding in variables.shardings.items()
             if path not in variables.on_host
         ),

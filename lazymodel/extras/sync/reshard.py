@@ -34,7 +34,7 @@ from lazymodel.extras.sync.transfer import (
     Struct,
     device_nbytes,
     grouped_moves,
-    shard_nbytes,
+    held_nbytes,
     struct_of,
 )
 
@@ -315,5 +315,5 @@ def _rounds(moves: Sequence[Move], sources: Mapping[str, Struct], limit: int) ->
     other. Processes meet once for a round.
     """
     groups = {group.targets[0]: group for group in grouped_moves(moves, sources, limit, reuse=False)}
-    nbytes = {move.path: shard_nbytes(move.target) for move in moves}
+    nbytes = {move.path: held_nbytes(move.target) for move in moves}
     return [[groups[path] for path in paths] for paths in grouped(nbytes, limit)]

@@ -44,8 +44,8 @@ from lazymodel.extras.sync.transfer import (
     Struct,
     device_nbytes,
     grouped_moves,
+    held_nbytes,
     routed,
-    shard_nbytes,
     struct_of,
 )
 
@@ -210,7 +210,7 @@ class Sync(Tabled):
     def _spent(self, group: Group, quantizers: Mapping[str, jax.stages.Compiled]) -> int:
         """Bytes of a device while a group moves, in addition to both models."""
         memory = [quantizers[path].memory_analysis() for path in group.targets if path in quantizers]
-        weights = sum(map(shard_nbytes, group.wanted)) if memory else 0
+        weights = sum(map(held_nbytes, group.wanted)) if memory else 0
         return weights + max(group.program.nbytes, *(int(each.temp_size_in_bytes) for each in memory if each), 0)
 
     def _arrays(

@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from lazymodel._abstract.variable import automatic, automatic_sharding, is_offloaded, on_device, under
+from lazymodel._abstract.variable import automatic, automatic_sharding, is_offloaded, on_device, shard_nbytes, under
 from lazymodel._devices.hardware import compile_lowered
 from lazymodel._errors import LazyModelError
 from lazymodel._programs.jaxprs import PROGRAMS, as_keys, is_key, stored_as, uses_x64, with_shards, without_mesh
@@ -42,17 +42,16 @@ def struct_of(array: Any, sharding: Sharding | None = None) -> Struct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding or array.sharding)
 
 
-def shard_nbytes(struct: Struct) -> int:
+def held_nbytes(struct: Struct) -> int:
     """Bytes of a device for its shard; 0 if it is in other memory."""
-    sharding = cast(Sharding, struct.sharding)
-    return 0 if is_offloaded(sharding) else math.prod(sharding.shard_shape(struct.shape)) * struct.dtype.itemsize
+    return 0 if is_offloaded(struct.sharding) else shard_nbytes(struct, struct.sharding)
 
 
 def device_nbytes(structs: Iterable[Struct]) -> collections.Counter[Any]:
     """Bytes of each device for its shards."""
     devices: collections.Counter[Any] = collections.Counter()
     for struct in structs:
-        devices.update(dict.fromkeys(cast(Any, struct.sharding).device_set, shard_nbytes(struct)))
+        devices.update(dict.fromkeys(cast(Any, struct.sharding).device_set, held_nbytes(struct)))
     return devices
 
 
@@ -109,7 +108,7 @@ def grouped_moves(moves: Sequence[Move], sources: Mapping[str, Struct], limit: i
         groups.append(Group(tuple(given), tuple(move.path for move in members), wanted, program))
 
     def buffered(move: Move) -> int:
-        route, new = routes[move.path], 0 if reuse else shard_nbytes(move.target)
+        route, new = routes[move.path], 0 if reuse else held_nbytes(move.target)
         return max(2 * sum(map(route.round_nbytes, route.rounds)) + new, 1)
 
     def share(move: Move) -> float:

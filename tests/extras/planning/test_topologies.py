@@ -108,7 +108,7 @@ def test_axes_of_another_product(axes: Any, message: str) -> None:
 
 def on(mesh: Any) -> lm.AbstractModel:
     def init(key: Any) -> dict[str, Any]:
-        return {"kernel": jax.random.normal(key, (64, 256)), "bias": jnp.zeros(256)}
+        return {"kernel": jax.random.normal(key, (64, 1024)), "bias": jnp.zeros(256)}
 
     return lm.build_abstract(init, jax.random.key(0)).shard(mesh, {"kernel": P(None, "model"), "bias": P()})
 
@@ -120,20 +120,20 @@ def arithmetic(request: pytest.FixtureRequest) -> lm.AbstractModel:
 
 def test_what_looks_at_shapes_works_without_devices(arithmetic: lm.AbstractModel) -> None:
     text = str(arithmetic.explain("kernel"))
-    assert "each of 8 devices holds (64, 32), 8.00 KiB" in text
+    assert "each of 8 devices holds (64, 128), 32.00 KiB" in text
     assert "axis 'model' (8) divides dimensions 0, 1" in text
     report = arithmetic.explain()
-    assert (report.num_devices, report.fullest_nbytes, report.emptiest_nbytes) == (8, 9216, 9216)
+    assert (report.num_devices, report.fullest_nbytes, report.emptiest_nbytes) == (8, 33792, 33792)
     assert dict(report.replicated) == {"bias": "(256,), 1.00 KiB: rule 'bias' matches"}
-    assert report.imbalance == pytest.approx(9216 * 8 / (64 * 256 * 4 + 1024))
-    assert arithmetic.plan().device_nbytes == 9216
-    assert "9.00 KiB per device on 8 devices" in repr(arithmetic)
-    assert "9.00 KiB per device on 8 devices" in arithmetic._repr_html_()
-    assert arithmetic.tree["kernel"].sharding.shard_shape((64, 256)) == (64, 32)
+    assert report.imbalance == pytest.approx(33792 * 8 / (64 * 1024 * 4 + 1024))
+    assert arithmetic.plan().device_nbytes == 33792
+    assert "33.00 KiB per device on 8 devices" in repr(arithmetic)
+    assert "33.00 KiB per device on 8 devices" in arithmetic._repr_html_()
+    assert arithmetic.tree["kernel"].sharding.shard_shape((64, 1024)) == (64, 128)
     assert arithmetic.rekey(1).reinitialize("bias", jax.nn.initializers.ones)["bias"].spec == P()
 
 
-GIVEN = {"kernel": np.ones((64, 256), "f"), "bias": np.ones(256, "f")}
+GIVEN = {"kernel": np.ones((64, 1024), "f"), "bias": np.ones(256, "f")}
 
 
 def test_what_needs_devices_says_so(arithmetic: lm.AbstractModel) -> None:
