@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -32,7 +32,7 @@ from lazymodel._abstract.variable import (
 )
 from lazymodel._devices.hardware import device_memory as known_memory
 from lazymodel._devices.hardware import devices_per_host, host_memory, is_arithmetic, is_live
-from lazymodel._devices.tiles import tiled_shape
+from lazymodel._devices.tiles import array_nbytes, tiled_shape
 from lazymodel._errors import LazyModelError
 from lazymodel._extras import extra
 from lazymodel._mapping.resolve import LoadPlan, prepare_load, refused_casts
@@ -118,6 +118,8 @@ def make_steps(
         programs = read.programs.get_all(
             [(recipe, [placement.shardings[path] for path in recipe.paths]) for recipe in recipes]
         )
+    kernels = [recipe for recipe in choice.recipes if recipe.kernels is not None]
+    whole_values = {path for each in kernels for path in each.paths if not cast(Any, each.kernels).partitionable}
     computed: list[Step] = []
     for paths, program in zip(groups, programs, strict=True):
         nbytes, away, passed = (sum(amounts[path] for path in paths) for amounts in (shard, offloaded, passing))
@@ -125,6 +127,10 @@ def make_steps(
         if program is None:
             temporaries = (_cpu_temporaries(read[path].shard_nbytes, read[path].dtype.itemsize) for path in paths)
             temporary = sum(temporaries) if platform == "cpu" else away  # created on the device, then moved
+            if platform != "cpu" and not whole_values.isdisjoint(paths):
+                # Computed whole, from an array of the same size, and then split.
+                sizes = [array_nbytes(*read[path].stored, planned_device(read[path].sharding)) for path in paths]
+                temporary = max(sum(sizes) + max(sizes) - nbytes, away)
         else:
             # On CPUs, results in either memory count as results.
             nbytes, temporary = max(program.output_nbytes - away - passed, nbytes), program.temp_nbytes

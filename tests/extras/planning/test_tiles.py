@@ -158,3 +158,16 @@ def test_replicated_variables_are_so_with_padding() -> None:
     assert abstract["odd"].padding_nbytes == 16 * 1024 * 4 - 40_000
     with pytest.raises(lm.DoesNotFitError, match=r"odd 64\.00 KiB \(replicated\)"):
         abstract.plan().check(30_000)
+
+
+@needs_libtpu
+def test_initial_values_that_cannot_be_split_are_whole_while_they_are_made() -> None:
+    def init(key: Any) -> Any:
+        value = jax.random.normal(key, (1024, 2048))
+        return {"norm": value / jnp.linalg.norm(value), "plain": jax.random.normal(key, (1024, 2048))}
+
+    sharded = lm.build_abstract(init, jax.random.key(0)).shard(lm.topology("v5e-8"), lambda _: P("model"))
+    plan, program = sharded.plan(), sharded.plan(compile=lm.Compile("init"))
+    assert plan.device_nbytes == program.device_nbytes == 2 * 2**20
+    assert plan.peak_nbytes == 16 * 2**20
+    assert 0.75 < plan.peak_nbytes / program.peak_nbytes < 1.35
