@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 import lazymodel as lm
 from tests.conftest import needs_libtpu
@@ -114,6 +115,26 @@ def test_near_what_the_compiler_says(devices: str, least: float, most: float) ->
     assert least < estimated(abstract, optimizer="sgd") / compiled.parts["activations"] < most
     with pytest.raises(lm.LazyModelError, match="counts activations, and batch=4 estimates them"):
         abstract.plan(what_if=lm.WhatIf(batch=4, sequence=4), compile=step)
+
+
+@needs_libtpu
+@pytest.mark.large
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("words", "dtype", "axes"),
+    [(128_000, "bfloat16", {"data": 2, "model": 4}), (40_000, "float32", {"data": 4, "model": 2})],
+)
+def test_near_what_the_compiler_says_of_a_split_step(
+    words: int, dtype: str, axes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On meshes of data and model, where a plan keeps the batch split."""
+    monkeypatch.setattr(sys.modules[__name__], "V", words)
+    mesh = lm.topology("v5e:2x4", axes)
+    abstract = model(dtype=dtype).shard(mesh, lm.auto())
+    tokens = jax.ShapeDtypeStruct((B, S), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec("data")))
+    compiled = abstract.plan(compile=lm.Compile("train", loss, tokens), device_memory="64GiB").parts["activations"]
+    expected = estimated(abstract, optimizer="sgd")
+    assert abs(expected - compiled) <= expected / 4
 
 
 def test_what_is_no_dense_transformer_is_refused() -> None:
