@@ -227,7 +227,7 @@ def plans(
     Example:
         >>> found = lm.plans(abstract, "v5e-1", "v5e-8", what_if=lm.WhatIf("adamw"), device_memory="100KiB")
         >>> [(row.topology, row.verdict, row.spare_nbytes) for row in found.rows]
-        [('v5e-1', 'does not fit', -159744), ('v5e-8', 'fits', 36864)]
+        [('v5e-1', 'does not fit', -159744), ('v5e-8', 'fits', 4096)]
         >>> eval(found.python, {"lm": lm, "abstract": abstract}).fits
         True
     """
