@@ -62,6 +62,7 @@ from lazymodel._tensors.stored import misshapen, where
 from lazymodel._tensors.tensor_source import Part, fill, fill_parts, prefers_one_pass, read_ranges, required_ranges
 
 CHUNK = 16 << 20  # bytes of a chunk of shards that are larger than the budget: a transfer of a few milliseconds
+TILE = 128  # elements: a TPU updates a buffer in place where the compiler knows that a chunk begins at a tile
 WORKSPACE = 64 << 20  # limit of temporaries of a thread; more makes nothing faster
 _THREADS = 8  # more do not help: from here on memory bandwidth is the limit, not the number of requests
 JOB = 16 << 20  # bytes of several variables that are one job: reading them takes some ten times its overhead
@@ -573,10 +574,13 @@ def _chunk_parts(job: _Job) -> list[Part]:
     region = bounding(list(boxes.values()))
     order = tensor.box(region).file_order()
     extents = box_shape(region)
-    chunks = list(slabs(tuple(extents[axis] for axis in order), max(job.chunk_nbytes // tensor.itemsize, 1)))
+    shape, most = tuple(extents[axis] for axis in order), max(job.chunk_nbytes // tensor.itemsize, 1)
+    chunks = list(slabs(shape, most, TILE if math.prod(shape[1:]) * TILE <= most else 1))
     lock, left = threading.Lock(), len(chunks)
-    # As integers: XLA may move small floats through wider ones, which changes signalling NaNs.
-    bits = dtype if dtype.kind in "biuc" else np.dtype(f"u{dtype.itemsize}")
+    # As integers: XLA may move small floats through wider ones, which changes signalling NaNs. Not for TPUs, whose
+    # program for another type of the same buffer would hold it twice.
+    floats = all(device.platform == "tpu" for each in places.values() for place in each for device in place.device_set)
+    bits = dtype if floats or dtype.kind in "biuc" else np.dtype(f"u{dtype.itemsize}")
     # In the devices' own memory: arrays cannot be updated in other kinds of memory.
     own = {key: [_own(place) for place in each] for key, each in places.items()}
 
@@ -619,13 +623,17 @@ def _own(place: SingleDeviceSharding) -> SingleDeviceSharding:
 
 def _updated(buffer: jax.Array, chunk: jax.Array, corner: Sequence[int]) -> jax.Array:
     long = max(corner, default=0) >= 2**31
+    integer = np.int64 if long else np.int32
+    units = tuple(1 if start % TILE else TILE for start in corner)
     with jax.enable_x64(True) if long else contextlib.nullcontext():
-        return _update(buffer, chunk, [(np.int64 if long else np.int32)(start) for start in corner])
+        return update(buffer, chunk, [integer(start // unit) for start, unit in zip(corner, units, strict=True)], units)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _update(buffer: jax.Array, chunk: jax.Array, corner: list[Any]) -> jax.Array:
-    return jax.lax.dynamic_update_slice(buffer, chunk, corner)
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=3)
+def update(buffer: jax.Array, chunk: jax.Array, corner: list[Any], units: tuple[int, ...]) -> jax.Array:
+    """The buffer, in place, with a chunk at a corner, whose places are stated in units that the compiler knows."""
+    starts = [start * unit for start, unit in zip(corner, units, strict=True)]
+    return jax.lax.dynamic_update_slice(buffer, chunk, starts)
 
 
 def _as(buffer: jax.Array, dtype: np.dtype[Any]) -> jax.Array:

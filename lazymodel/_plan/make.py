@@ -494,7 +494,7 @@ def _notes(refused: Sequence[str], steps: Sequence[Step], programs: int, platfor
         more = f" ({len(refused)} tensors)" if len(refused) > 1 else ""
         yield f"materialize rejects this checkpoint: {refused[0]}{more}"
     if not programs and any(step.action == "initialize" for step in steps):
-        each = "12 to 16 bytes an element" if platform == "cpu" else "next to none on TPUs and GPUs"
+        each = "12 to 16 bytes an element" if platform == "cpu" else "next to none where values can be split"
         yield f"temporaries of init programs are estimated: {each}"
 
 

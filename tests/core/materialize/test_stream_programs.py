@@ -1,0 +1,35 @@
+"""The stream's programs for TPUs, which are not here: large shards are updated in place, bit for bit."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+import lazymodel as lm
+from lazymodel._materialize import stream
+from tests.conftest import needs_libtpu
+
+DTYPES = ["bfloat16", "int8", "float8_e4m3fn"]
+MORE = ["float32", "float16", "float8_e5m2", "uint8", "bool", "int32", "int4"]
+
+
+@needs_libtpu
+@pytest.mark.parametrize("dtype", [*DTYPES, *(pytest.param(name, marks=pytest.mark.large) for name in MORE)])
+@pytest.mark.parametrize("start", [(1280, 0), (0, 1280)], ids=["rows", "columns"])
+def test_a_chunk_is_written_in_place(dtype: str, start: tuple[int, int]) -> None:
+    place = SingleDeviceSharding(lm.topology("v5e-1").devices.flat[0])
+    shape = (262_144, 8192)
+    rows, columns = (shape[0], 128) if start[1] else (2048, shape[1])
+
+    def struct(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+    corner = [jax.ShapeDtypeStruct((), "int32", sharding=place)] * 2
+    units = tuple(stream.TILE for _ in start)
+    program = stream.update.lower(struct(shape), struct((rows, columns)), corner, units).compile()
+    memory, nbytes = program.memory_analysis(), shape[0] * shape[1] * np.dtype(jax.numpy.dtype(dtype)).itemsize
+    assert memory.alias_size_in_bytes == memory.output_size_in_bytes >= nbytes // (2 if dtype == "int4" else 1)
+    assert memory.temp_size_in_bytes <= struct((rows, columns)).size * 4
+    assert " convert(" not in program.as_text()  # through a wider float, signalling NaNs would change
