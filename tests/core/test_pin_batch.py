@@ -6,6 +6,7 @@ import functools
 import logging
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 import lazymodel as lm
 from tests.collectives import sent_nbytes
 from tests.large import mostly_large
+from tests.processes import free_address, printed, run_workers
 
 ROWS, LENGTH, WIDTH, WORDS, LAYERS = 32, 16, 32, 256, 2
 
@@ -326,3 +328,11 @@ def test_a_plan_counts_the_step_in_which_the_batch_stays_split() -> None:
 
     _, lines = planned("forward", masked, tokens, np.ones((1, WIDTH), "float32"))
     assert lines == ["lm.pin_batch(masked, abstract, batch={…})"]
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    address = free_address()
+    arguments = [(process, address) for process in range(2)]
+    assert run_workers(Path(__file__).with_name("_pin_batch_worker.py"), arguments, tmp_path, patience=80) == [0, 0], (
+        printed(tmp_path, 2)
+    )
