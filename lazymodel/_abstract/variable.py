@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -212,7 +213,7 @@ class AbstractVariable:
         """Number of elements."""
         return math.prod(self.shape)
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of the whole variable, over all devices, counted once and without padding."""
         return packed_nbytes(*self.stored, planned_device(self.sharding))
@@ -237,14 +238,14 @@ class AbstractVariable:
         """The kind of memory where it is stored, such as `pinned_host`; None for the devices' own."""
         return self.sharding.memory_kind if self.sharding is not None and is_offloaded(self.sharding) else None
 
-    @property
+    @functools.cached_property
     def shard_nbytes(self) -> int:
         """Bytes of one shard on a device, or on its host (shards of a JAX array have equal shapes); on a TPU's, those
         that fill up its tiles are included.
         """
         return shard_nbytes(self, self.sharding, self.layout)
 
-    @property
+    @functools.cached_property
     def padding_nbytes(self) -> int:
         """Bytes of `shard_nbytes` that only fill up the tiles of a TPU."""
         return self.shard_nbytes - packed_nbytes(*shard_stored(self, self.sharding), planned_device(self.sharding))

@@ -23,7 +23,12 @@ _TILE_NBYTES, _EARLY_TILE_NBYTES = 512, 1024
 
 def element_bits(dtype: Any, device: Any) -> int:
     """Bits that an element takes. XLA packs elements of less than a byte on GPUs and TPUs, and not on CPUs."""
-    packed = device is not None and device.platform != "cpu" and not _is_early(device)
+    return 8 * dtype.itemsize if device is None else _element_bits(dtype, device.platform, device.device_kind)
+
+
+@functools.lru_cache(maxsize=1024)  # plans ask several times for each variable
+def _element_bits(dtype: Any, platform: str, kind: str) -> int:
+    packed = platform != "cpu" and not _is_early(kind)
     return jax.dtypes.itemsize_bits(dtype) if packed else 8 * dtype.itemsize
 
 
@@ -48,7 +53,7 @@ def tiled_shape(shape: tuple[int, ...], dtype: Any, device: Any, order: Sequence
     """The shape that takes the same bytes without padding; of a TPU's vector or scalar, its elements as a vector."""
     if device is None or device.platform != "tpu" or 0 in shape:
         return shape
-    tile = _EARLY_TILE_NBYTES if _is_early(device) else _TILE_NBYTES
+    tile = _EARLY_TILE_NBYTES if _is_early(device.device_kind) else _TILE_NBYTES
     # Elements of 64 bits are two arrays of 32.
     least = 8 * tile // (_COLUMNS * min(element_bits(dtype, device), 32))
     return _tiled(shape, least, None if order is None else tuple(order))
@@ -82,6 +87,7 @@ def _up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
-def _is_early(device: Any) -> bool:
-    generation = tpu_generation(device.device_kind)
+@functools.lru_cache(maxsize=64)
+def _is_early(kind: str) -> bool:
+    generation = tpu_generation(kind)
     return generation is not None and generation.name in _EARLY

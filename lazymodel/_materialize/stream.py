@@ -577,10 +577,10 @@ def _chunk_parts(job: _Job) -> list[Part]:
     shape, most = tuple(extents[axis] for axis in order), max(job.chunk_nbytes // tensor.itemsize, 1)
     chunks = list(slabs(shape, most, TILE if math.prod(shape[1:]) * TILE <= most else 1))
     lock, left = threading.Lock(), len(chunks)
-    # As integers: XLA may move small floats through wider ones, which changes signalling NaNs. Not for TPUs, whose
-    # program for another type of the same buffer would hold it twice.
-    floats = all(device.platform == "tpu" for each in places.values() for place in each for device in place.device_set)
-    bits = dtype if floats or dtype.kind in "biuc" else np.dtype(f"u{dtype.itemsize}")
+    # As integers: XLA may move small floats through wider ones, which changes signalling NaNs. Not on TPUs, where it
+    # does not, and where a program that changes the type of a buffer holds it twice.
+    on_tpus = all(device.platform == "tpu" for each in places.values() for place in each for device in place.device_set)
+    bits = dtype if on_tpus or dtype.kind in "biuc" else np.dtype(f"u{dtype.itemsize}")
     # In the devices' own memory: arrays cannot be updated in other kinds of memory.
     own = {key: [_own(place) for place in each] for key, each in places.items()}
 

@@ -423,8 +423,10 @@ def plan(
 
 def _placed(model: ModelSpec) -> ModelSpec:
     """The model with the default device where no sharding was assigned, whose tiles count as well."""
-    shardings = device_shardings(model.variables)
-    return model.with_variables({p: dataclasses.replace(each, sharding=shardings[p]) for p, each in model.items()})
+    without = {path: variable for path, variable in model.items() if variable.sharding is None}
+    placed = device_shardings(without)
+    changed = {path: dataclasses.replace(each, sharding=placed[path]) for path, each in without.items()}
+    return model.with_variables({**model, **changed}) if changed else model
 
 
 def _nbytes(name: str, given: int | str | None) -> int | None:

@@ -15,8 +15,15 @@ import numpy as np
 from jax.sharding import Sharding
 
 from lazymodel._abstract.framework import ModelSpec
-from lazymodel._abstract.variable import offloaded_nbytes, resident_nbytes, shard_nbytes
+from lazymodel._abstract.variable import (
+    offloaded_nbytes,
+    planned_device,
+    resident_nbytes,
+    shard_nbytes,
+    shard_stored,
+)
 from lazymodel._devices.hardware import CompiledMemory
+from lazymodel._devices.tiles import packed_nbytes
 
 PARAMETERS, LORA, OPTIMIZER, GRADIENTS = "parameters", "LoRA", "optimizer state", "gradients"
 ACTIVATIONS = "activations"
@@ -115,4 +122,5 @@ def gradients(trained: Mapping[str, tuple[jax.ShapeDtypeStruct, ...]]) -> Iterat
 
 def struct_nbytes(struct: jax.ShapeDtypeStruct) -> tuple[int, int]:
     """Bytes of an array, and of its shard on a device."""
-    return struct.size * struct.dtype.itemsize, shard_nbytes(struct, struct.sharding)
+    whole = packed_nbytes(*shard_stored(struct, None), planned_device(struct.sharding))
+    return whole, shard_nbytes(struct, struct.sharding)

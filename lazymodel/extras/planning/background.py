@@ -96,9 +96,6 @@ class Compiling(Background):
 
     @contextlib.contextmanager
     def in_background(self) -> Generator[None]:
-        if not self._programs:
-            yield
-            return
         jax.monitoring.register_event_listener(self._listen)
         pool = ThreadPoolExecutor(_THREADS, "lazymodel-compile")
         self._futures = [pool.submit(self._compiled, program) for program in self._programs]
@@ -127,7 +124,7 @@ class Compiling(Background):
     def finished(self, check: Callable[[], object]) -> tuple[CompiledProgram, ...]:
         start = time.perf_counter()
         self._wait(lambda: bool(check()))
-        self.wait_seconds = time.perf_counter() - start if self._programs else 0.0
+        self.wait_seconds = time.perf_counter() - start
         return tuple(future.result() for future in self._futures)
 
     def _wait(self, unless: Callable[[], bool]) -> None:
@@ -165,12 +162,12 @@ class Compiling(Background):
 
 
 def prepared(
-    model: AnyModel, compile: Compile | Sequence[Compile] | None, timeline: Timeline
+    model: AnyModel, compile: Compile | Sequence[Compile], timeline: Timeline
 ) -> tuple[AnyModel, tuple[Compile, ...]]:
     """Returns the functions to compile in the background, and the model with the variables that its own functions would
     create on their first call, such as an optimizer's state. Raises LazyModelError for functions that are for plans.
     """
-    compiles: Any = () if compile is None else compile if isinstance(compile, list | tuple) else (compile,)
+    compiles: Any = compile if isinstance(compile, list | tuple) else (compile,)
     for each in compiles:
         if not isinstance(each, Compile):
             raise LazyModelError(f"expected compile=lazymodel.Compile(step, batch) or a list of them, got {each!r}")
