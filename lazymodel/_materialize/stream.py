@@ -62,7 +62,9 @@ from lazymodel._tensors.stored import misshapen, where
 from lazymodel._tensors.tensor_source import Part, fill, fill_parts, prefers_one_pass, read_ranges, required_ranges
 
 CHUNK = 16 << 20  # bytes of a chunk of shards that are larger than the budget: a transfer of a few milliseconds
-TILE = 128  # elements: a TPU updates a buffer in place where the compiler knows that a chunk begins at a tile
+# Elements of the last two axes: a TPU updates a buffer in place where the compiler knows that a chunk begins at a tile.
+# Of 4 bits it has 64 rows; 32 and 16 are enough for 8 and 16 bits.
+TILE = (64, 128)
 WORKSPACE = 64 << 20  # limit of temporaries of a thread; more makes nothing faster
 _THREADS = 8  # more do not help: from here on memory bandwidth is the limit, not the number of requests
 JOB = 16 << 20  # bytes of several variables that are one job: reading them takes some ten times its overhead
@@ -575,7 +577,8 @@ def _chunk_parts(job: _Job) -> list[Part]:
     order = tensor.box(region).file_order()
     extents = box_shape(region)
     shape, most = tuple(extents[axis] for axis in order), max(job.chunk_nbytes // tensor.itemsize, 1)
-    chunks = list(slabs(shape, most, TILE if math.prod(shape[1:]) * TILE <= most else 1))
+    tiles = _tiles(len(extents))
+    chunks = list(_chunks(shape, most, [tiles[axis] for axis in order]))
     lock, left = threading.Lock(), len(chunks)
     # As integers: XLA may move small floats through wider ones, which changes signalling NaNs. Not on TPUs, where it
     # does not, and where a program that changes the type of a buffer holds it twice.
@@ -616,6 +619,22 @@ def _chunk_parts(job: _Job) -> list[Part]:
     return [Part(math.prod(box_shape(chunk)) * tensor.itemsize, functools.partial(run, part=chunk)) for chunk in chunks]
 
 
+def _tiles(ndim: int) -> list[int]:
+    return [*(1,) * (ndim - len(TILE)), *TILE][-ndim:] if ndim else []
+
+
+def _chunks(shape: tuple[int, ...], most: int, tiles: Sequence[int]) -> Iterator[Box]:
+    """Boxes in C order, each of at most `most` elements, that begin at tiles unless a tile is more."""
+    if math.prod(tiles) > most:
+        tiles = [1] * len(shape)
+    if len(shape) < 2 or tiles[0] * math.prod(shape[1:]) <= most:
+        yield from slabs(shape, most, *tiles[:1])
+        return
+    parts = list(_chunks(shape[1:], max(most // tiles[0], 1), tiles[1:]))
+    for start in range(0, shape[0], tiles[0]):
+        yield from ((slice(start, min(start + tiles[0], shape[0])), *part) for part in parts)
+
+
 def _own(place: SingleDeviceSharding) -> SingleDeviceSharding:
     (device,) = place.device_set
     return SingleDeviceSharding(device) if in_other_memory(device, place.memory_kind) else place
@@ -624,7 +643,7 @@ def _own(place: SingleDeviceSharding) -> SingleDeviceSharding:
 def _updated(buffer: jax.Array, chunk: jax.Array, corner: Sequence[int]) -> jax.Array:
     long = max(corner, default=0) >= 2**31
     integer = np.int64 if long else np.int32
-    units = tuple(1 if start % TILE else TILE for start in corner)
+    units = tuple(1 if start % tile else tile for start, tile in zip(corner, _tiles(len(corner)), strict=True))
     with jax.enable_x64(True) if long else contextlib.nullcontext():
         return update(buffer, chunk, [integer(start // unit) for start, unit in zip(corner, units, strict=True)], units)
 

@@ -23,7 +23,7 @@ import dataclasses
 import functools
 import math
 import threading
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
@@ -60,6 +60,7 @@ _IN_FLIGHT_NBYTES = 64 * 2**20
 VECTOR_LANES = 16
 # Variables with other rows run whole on CPUs up to this size; for larger ones memory matters more than a last bit.
 _WHOLE_NBYTES = 64 * 2**20
+_SLOW_QR = 1024  # width of an orthogonal matrix: a TPU compiler takes 2, 8 and 64 s at 256, 512 and 1024
 # XLA compiles one program mostly on one thread.
 _COMPILE_THREADS = 2
 
@@ -151,9 +152,14 @@ class ProgramCache:
         return program
 
     def get_all(self, requests: Sequence[tuple[InitRecipe, Sequence[Sharding]]]) -> list[InitProgram]:
-        """`get` for many, in the requested order; distinct programs are compiled in parallel."""
+        """`get` for many, in the requested order; distinct programs are compiled in parallel.
+
+        Warns:
+            LazyModelWarning: A TPU compiler takes minutes for one of them.
+        """
         distinct = {_key(recipe, shardings): (recipe, shardings) for recipe, shardings in requests}
         missing = [item for key, item in distinct.items() if key not in self._programs]
+        _warn_of_slow_compiles(missing)
         if len(missing) > 1:
             with ThreadPoolExecutor(_COMPILE_THREADS, thread_name_prefix="lazymodel-compile") as pool:
                 list(pool.map(self.get, *zip(*missing, strict=True)))
@@ -205,6 +211,25 @@ def _warn_of_dependence(recipes: Sequence[InitRecipe], programs: Sequence[InitPr
             "threefry keys, jax.random.key(seed, impl='threefry2x32'), with jax_threefry_partitionable on (both are "
             "JAX's defaults) for values that do not."
         )
+
+
+def _warn_of_slow_compiles(requests: Iterable[tuple[InitRecipe, Sequence[Sharding]]]) -> None:
+    for recipe, shardings in requests:
+        if not recipe.origin.startswith(("orthogonal", "Orthogonal")) or not shardings:
+            continue
+        if all(device.platform != "tpu" for device in shardings[0].device_set):
+            continue
+        with x64_context(recipe):
+            results = jax.eval_shape(recipe.function, *recipe.inputs)
+        for path, made in zip(recipe.paths, results, strict=True):
+            width = min(made.size // max(made.shape[-1], 1), made.shape[-1]) if made.shape else 0
+            if width >= _SLOW_QR:
+                warn(
+                    f"{path!r} is orthogonal, {made.shape}, and TPU compilers unroll its QR decomposition: about 1 "
+                    "minute of compiling at a width of 1024, and no end was seen at 2048. Make such values on CPUs, "
+                    "save them with lazymodel.save, and load them here"
+                )
+                return
 
 
 def by_devices(recipe: InitRecipe, shardings: Mapping[str, Sharding]) -> Iterator[InitRecipe]:

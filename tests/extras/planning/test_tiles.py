@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
+from lazymodel._programs import programs
 from tests.conftest import needs_libtpu
 
 GIB = 2**30
@@ -171,3 +173,15 @@ def test_initial_values_that_cannot_be_split_are_whole_while_they_are_made() -> 
     assert plan.device_nbytes == program.device_nbytes == 2 * 2**20
     assert plan.peak_nbytes == 16 * 2**20
     assert 0.75 < plan.peak_nbytes / program.peak_nbytes < 1.35
+
+
+@needs_libtpu
+def test_wide_orthogonal_matrices_are_said_to_compile_slowly(mesh8: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "_SLOW_QR", 16)
+    make, tpu = jax.nn.initializers.orthogonal(), lm.topology("v5e-1")
+    for shape, mesh, said in (((16, 300), tpu, 1), ((8, 301), tpu, 0), ((16, 302), mesh8, 0)):
+        sharded = lm.build_abstract(make, jax.random.key(0), shape).shard(mesh, lambda _: P())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            sharded.plan(compile=lm.Compile("init"))
+        assert ["unroll its QR decomposition" in str(each.message) for each in caught] == [True] * said
