@@ -222,6 +222,46 @@ def float4(block: int, *, style: str) -> Any:
     return make
 
 
+def stream(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Unsigned codes of each row after each other, from the lowest bit on, in words of 32."""
+    each = codes[..., None] >> np.arange(bits) & 1
+    return np.packbits(each.reshape(len(codes), -1).astype(np.uint8), axis=1, bitorder="little").view(np.uint32)
+
+
+def mlx(bits: int, group: int, kind: Any = BF16, *, zeros: bool = False) -> Any:
+    """MLX' affine codes; scales may be negative. With zeros, products are tiny, and -0 counts."""
+
+    def make(rng: np.random.Generator, rows: int, columns: int) -> tuple[Tensors, np.ndarray]:
+        codes, shape = rng.integers(0, 1 << bits, (rows, columns)), (rows, columns // group)
+        scale = (scales(rng, shape) * rng.choice([-1, 1], shape)).astype(kind)
+        bias = rng.standard_normal(shape).astype(kind)
+        if zeros:
+            bias[::7] = scale[::11] = 0
+            scale[::13] = 1e-6
+        product = (codes.astype(F32) * np.repeat(scale.astype(F32), group, 1)).astype(kind)
+        value = product.astype(F32) + np.repeat(bias.astype(F32), group, 1)
+        return {"weight": stream(codes, bits), "scales": scale, "biases": bias}, value.astype(kind).astype(BF16)
+
+    return make
+
+
+def mlx_floats(mode: str) -> Any:
+    group, kind = (16, F8) if mode == "nvfp4" else (32, np.dtype(ml_dtypes.float8_e8m0fnu))
+
+    def make(rng: np.random.Generator, rows: int, columns: int) -> tuple[Tensors, np.ndarray]:
+        scale = rng.integers(100, 120, (rows, columns // group)).astype(np.uint8)
+        if mode == "mxfp8":
+            weight = finite8(rng, (rows, columns))
+            codes, numbers = weight.view(np.uint8).view(np.uint32), weight.astype(F32)
+        else:
+            fours = rng.integers(0, 16, (rows, columns))
+            codes, numbers = stream(fours, 4), E2M1[fours]
+        value = numbers * np.repeat(scale.view(kind).astype(F32), group, 1)
+        return {"weight": codes, "scales": scale}, value.astype(BF16)
+
+    return make
+
+
 def groups(form: str, **weights: Any) -> dict[str, Any]:
     """A configuration of compressed-tensors."""
     return {
@@ -298,6 +338,17 @@ FORMS: dict[str, Form] = {
         groups("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
         float4(16, style="nvfp4"),
     ),
+    **{
+        f"mlx-{bits}": Form({"group_size": 32, "bits": bits}, mlx(bits, 32)) for bits in (1, 2, 3, 4, 5, 6, 8)
+    },
+    "mlx-f16": Form({"group_size": 64, "bits": 8, "mode": "affine"}, mlx(8, 64, F16)),
+    "mlx-f16-small": Form({"group_size": 64, "bits": 4, "mode": "affine"}, mlx(4, 64, F16, zeros=True)),
+    "mlx-zeros": Form({"group_size": 32, "bits": 3}, mlx(3, 32, zeros=True)),
+    "mlx-f32": Form({"group_size": 64, "bits": 6, "mode": "affine"}, mlx(6, 64, F32)),
+    **{
+        f"mlx-{mode}": Form({"group_size": 16 if mode == "nvfp4" else 32, "bits": bits, "mode": mode}, mlx_floats(mode))
+        for mode, bits in (("mxfp4", 4), ("nvfp4", 4), ("mxfp8", 8))
+    },
     "modelopt-nvfp4": Form({"quant_method": "modelopt", "quant_algo": "NVFP4"}, float4(16, style="modelopt")),
 }  # fmt: skip
 

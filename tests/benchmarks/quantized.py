@@ -88,17 +88,23 @@ def nvfp4(read: Read) -> np.ndarray:
     return (E2M1[nibbles(read("weight_packed"))] * np.repeat(scale, 16, 1)).astype(BF16)
 
 
+def mlx(read: Read) -> np.ndarray:
+    scale, bias = (spread(read(part).astype(np.float32), (1, 64)) for part in ("scales", "biases"))
+    product = (nibbles(read("weight")).astype(np.float32) * scale).astype(BF16)
+    return (product.astype(np.float32) + bias).astype(BF16)
+
+
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 DECODE = {
     "fp8": fp8, "float-quantized": per_channel, "int-quantized": per_channel, "pack-quantized": packed, "gptq": gptq,
-    "awq": awq, "nf4": nf4, "int8": int8, "mxfp4": mxfp4, "nvfp4": nvfp4,
+    "awq": awq, "nf4": nf4, "int8": int8, "mxfp4": mxfp4, "nvfp4": nvfp4, "mlx": mlx,
 }  # fmt: skip
 GGUF = ("Q8_0", "Q4_0", "Q4_K", "Q6_K", "IQ3_S")
 
 
 def forms() -> dict[str, Any]:
     """The forms as tests make them, with the groups that people publish."""
-    from tests.quantized import BF16, F16, FORMS, Form, awq, float8, gptq, groups, integers
+    from tests.quantized import BF16, F16, FORMS, Form, awq, float8, gptq, groups, integers, mlx
 
     of_groups = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
     return {
@@ -109,6 +115,7 @@ def forms() -> dict[str, Any]:
         "gptq": Form({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}, gptq(4, 128), F16),
         "awq": Form({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}, awq(128), F16),
         "nf4": FORMS["nf4-nested"],
+        "mlx": Form({"bits": 4, "group_size": 64}, mlx(4, 64)),
         **{name: FORMS[name] for name in ("float-quantized", "int-quantized", "int8", "mxfp4", "nvfp4")},
     }
 
@@ -146,9 +153,10 @@ def plain_values(name: str, folder: str, paths: list[str]) -> Iterator[tuple[str
         for tensor in gguf.GGUFReader(folder).tensors:
             yield tensor.name, gguf.dequantize(tensor.data, tensor.tensor_type)
         return
+    from lazymodel._remote.path import location
     from lazymodel.checkpoints._open import open_located
 
-    stored = open_located(Path(folder), as_stored=True)
+    stored = open_located(location(folder), as_stored=True)
     for path in paths:
         module = path.removesuffix("weight")
         yield path, DECODE[name](lambda ending, module=module: stored[f"{module}{ending}"].read())

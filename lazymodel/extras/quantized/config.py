@@ -27,7 +27,8 @@ ADVICE = (
     "This quantized form is not read: load a dequantized copy, such as the original model or one that was saved after "
     "`model.dequantize()` of transformers, from version 5 on by `save_pretrained(folder, save_original_format=False)`"
 )
-_KEYS = ("quantization_config", "compression_config")
+_KEYS = ("quantization_config", "compression_config", "quantization")
+_MLX = ("bits", "group_size")  # entries of `quantization`, which other tools may use for something else
 _IGNORED = ("modules_to_not_convert", "ignored_layers", "ignore", "llm_int8_skip_modules", "exclude_modules")
 DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -147,9 +148,11 @@ def find_config(config: Mapping[str, Any], file: str) -> Config | None:
     for holder in (config, config.get("text_config")):
         for key in _KEYS:
             value = cast("dict[str, Any]", holder).get(key) if isinstance(holder, dict) else None
+            if key == "quantization" and not (isinstance(value, dict) and all(each in value for each in _MLX)):
+                continue
             if value and not isinstance(value, dict):
                 raise CheckpointError(f"{file}: expected an object as {key}, found a {type(value).__name__}")
-            if value and (key, value) not in found:
+            if value and value not in [other for _, other in found]:
                 found.append((key, cast("dict[str, Any]", value)))
     if not found:
         return None
@@ -161,7 +164,11 @@ def find_config(config: Mapping[str, Any], file: str) -> Config | None:
     inner = options.get("quantization_config")
     if isinstance(inner, dict):  # older versions of compressed-tensors
         options = {**cast("dict[str, Any]", inner), **{k: v for k, v in options.items() if k != "quantization_config"}}
-    method = options.get("quant_method") or ("bitsandbytes" if "load_in_8bit" in options else "an unknown method")
+    method = options.get("quant_method") or (
+        "bitsandbytes" if "load_in_8bit" in options
+        else "mlx" if all(each in options for each in _MLX)
+        else "an unknown method"
+    )  # fmt: skip
     if method == "bitsandbytes" and options.get("load_in_8bit") is options.get("load_in_4bit") is False:
         return None
     ignored, kind = _ignored(options, file), str(config.get("model_type") or "")

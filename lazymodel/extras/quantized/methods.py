@@ -54,6 +54,7 @@ from lazymodel._tensors.tensor_source import View
 from lazymodel.checkpoints._hugging_face import Plain
 from lazymodel.checkpoints._untrusted import is_finite
 from lazymodel.extras.quantized.config import ADVICE, DTYPES, Config, Contents, StoredTensors, find_config, matches
+from lazymodel.extras.quantized.mlx import decode_mlx, split_experts
 from lazymodel.extras.quantized.scaled import (
     WORD,
     ScaledTensor,
@@ -562,6 +563,7 @@ _METHODS: Mapping[str, Callable[[Contents], None]] = {
     "awq": _decode_awq,
     "bitsandbytes": _decode_bitsandbytes,
     "mxfp4": decode_mxfp4,
+    "mlx": decode_mlx,
 }
 
 
@@ -583,6 +585,7 @@ def plain_tensors(
                 f"{found.file} states that the weights are quantized with {found.method!r}, but none of them is. "
                 "Remove the entry if they are plain."
             )
+    split_experts(contents, str(config.get("model_type")))
     _reject_rest(contents, found)
     return contents.plain, contents.left
 

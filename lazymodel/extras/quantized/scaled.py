@@ -343,12 +343,12 @@ BLOCK = 32  # numbers of MXFP4 that share a scale
 CODES = BLOCK // 2  # bytes of a block, each of two numbers
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _E2M1 = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
-_E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-_E8M0 = np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.float32(np.nan))
+E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+E8M0 = np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.float32(np.nan))
 
 
 class Float4Tensor(DecodedTensor):
-    """A float32 array `[experts, rows, blocks * n]` that is stored as blocks `uint8[experts, rows, blocks, n / 2]` and
+    """A float32 array `[experts, rows, blocks * n]` that is stored as blocks `[experts, rows, blocks, n / 2 bytes]` and
     scales `uint8[experts, rows, blocks]`. `pairs` makes the table of their values, as `scaled_pairs` does.
     """
 
@@ -357,7 +357,7 @@ class Float4Tensor(DecodedTensor):
     tile = 4096 * BLOCK
 
     def __init__(self, blocks: View, scales: View, pairs: Callable[[], np.ndarray]) -> None:
-        ones, packing = (1, 1, 1), (1, 1, 2 * blocks.shape[-1])
+        ones, packing = (1, 1, 1), (1, 1, 2 * blocks.shape[-1] * blocks.dtype.itemsize)
         shape = (*blocks.shape[:2], blocks.shape[2] * packing[2])
         stored = Stored(blocks, ones, packing=packing), Stored(scales, ones, packing=packing)
         super().__init__(shape, *stored, scratch=16)
@@ -382,7 +382,7 @@ class Float4Tensor(DecodedTensor):
     def decoded(
         self, tile: Box, needed: Sequence[Box], arrays: Sequence[np.ndarray], steps: Steps, workspace: Workspace
     ) -> Generator[tuple[np.ndarray, Steps]]:
-        (codes, scales), dtype = arrays, steps[-1].dtype if steps else self.dtype
+        codes, scales, dtype = arrays[0].view(np.uint8), arrays[1], steps[-1].dtype if steps else self.dtype
         pairs, covered = self._table(dtype, steps), fine(needed[0], self.stored[0].packing)
         with workspace.array(codes.shape, INDEX) as index, workspace.array(codes.shape, pairs.dtype) as found:
             np.left_shift(scales[..., None], 8, out=index, dtype=INDEX)
@@ -405,7 +405,7 @@ def decode_mxfp4(contents: Contents) -> None:
         def make(blocks: str = blocks, scales: str = scales, shape: tuple[int, ...] = shape) -> LazyTensor:
             whole = (-1, *shape[-3:])
             stored = contents.tensor(blocks).reshape(whole), contents.tensor(scales).reshape(whole[:-1])
-            decoded = LazyTensor(Float4Tensor(*stored, functools.partial(scaled_pairs, _E8M0)))
+            decoded = LazyTensor(Float4Tensor(*stored, functools.partial(scaled_pairs, E8M0)))
             return decoded.reshape((*shape[:-2], shape[-2] * BLOCK)).swapaxes(-1, -2)
 
         contents.add(name, [blocks, scales], (*shape[:-3], shape[-2] * BLOCK, shape[-3]), make)
@@ -426,10 +426,10 @@ def add_float4(
 
     def pairs() -> np.ndarray:
         if not overall:
-            return scaled_pairs(_E8M0)
+            return scaled_pairs(E8M0)
         of_all = contents.tensor(overall).read().reshape(())
         with np.errstate(all="ignore"):
-            return scaled_pairs(_E4M3 / of_all if divides else _E4M3 * of_all)
+            return scaled_pairs(E4M3 / of_all if divides else E4M3 * of_all)
 
     def make() -> LazyTensor:
         codes = contents.tensor(packed).reshape(1, rows, columns // block, block // 2)

@@ -207,7 +207,7 @@ def test_what_only_some_configurations_have(tmp_path: Path) -> None:
 
 _PACKAGES = "needs the packages compressed-tensors and torch"
 # Without groups in any order, which the package reads no more.
-NAMES = [n for n, f in FORMS.items() if f.config["quant_method"] == "compressed-tensors" and n != "pack-4-order"]
+NAMES = [n for n, f in FORMS.items() if f.config.get("quant_method") == "compressed-tensors" and n != "pack-4-order"]
 
 
 @pytest.mark.large
@@ -285,3 +285,39 @@ def test_a_part_that_is_released_leaves_the_others_as_they_are(tmp_path: Path) -
             return values
 
         same(tensor.converted((Convert(tensor.dtype, function=release),)).read(), plain[NAME])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"), [("qwen3_moe", "mlp.{}.gate_proj"), ("mixtral", "block_sparse_moe.{}.w1")]
+)
+@pytest.mark.parametrize("form", ["mlx-4", "mlx-5", "mlx-mxfp8", "mlx-nvfp4", None])
+def test_experts_that_mlx_joined_have_their_own_names(
+    form: str | None, model_type: str, name: str, tmp_path: Path
+) -> None:
+    """And modules with bits of their own, in `quantization` as well as in `quantization_config`."""
+    rng = np.random.default_rng(0)
+    layer = "model.layers.0." + name.split(".")[0]
+    if form is None:
+        values = rng.standard_normal((3, 8, 64)).astype(np.float16)
+        write_folder(tmp_path / "folder", {"model_type": model_type}, {f"{layer}.switch_mlp.gate_proj.weight": values})
+        stored = values.nbytes
+    else:
+        parts, flat = FORMS[form].make(rng, 24, 64)
+        values = flat.reshape(3, 8, 64)
+        tensors = {f"{layer}.switch_mlp.gate_proj.{end}": part.reshape(3, 8, -1) for end, part in parts.items()}
+        stored = sum(part.nbytes for part in parts.values())
+        options = {
+            "group_size": 128,
+            "bits": 2,
+            f"{layer}.switch_mlp.gate_proj": {**FORMS[form].config, "group_size": None},
+        }
+        config = {"model_type": model_type, "quantization": options, "quantization_config": options}
+        write_folder(tmp_path / "folder", config, tensors)
+    with lm.open_checkpoint(tmp_path / "folder") as checkpoint:
+        names = [f"model.layers.0.{name.format(f'experts.{index}')}.weight" for index in range(3)]
+        assert sorted(checkpoint) == names
+        for each, array in zip(names, values, strict=True):
+            before = checkpoint.bytes_read
+            assert checkpoint.describe(each).shape == array.shape
+            same(checkpoint[each].read(), array)
+            assert checkpoint.bytes_read - before == stored // 3
