@@ -11,6 +11,7 @@ from typing import Any
 EXTRAS = {
     "Auto": "lazymodel.extras.auto.auto",
     "Compiling": "lazymodel.extras.planning.background",
+    "DistributedCheckpoint": "lazymodel.extras.formats.distributed",
     "OrbaxCheckpoint": "lazymodel.extras.formats.orbax",
     "OrbaxDestination": "lazymodel.extras.formats.save_orbax",
     "PyTorchFile": "lazymodel.extras.formats.pytorch",

@@ -26,6 +26,7 @@ import ml_dtypes
 import numpy as np
 
 from lazymodel._errors import CheckpointError, LazyModelError
+from lazymodel._extras import extra
 from lazymodel._remote.path import Location, fetch_heads, location, matching
 from lazymodel._show.text import LISTED, first_lines, grouped_by, listed, plural
 from lazymodel._tensors.buffers import ML_NUMBERS, Workspace
@@ -39,7 +40,6 @@ from lazymodel.checkpoints._untrusted import (
     MAX_DIMENSIONS,
     MAX_NBYTES,
     check_pointer,
-    corrupt,
     counts,
     mismatch,
     read_json_object,
@@ -244,7 +244,6 @@ class SafetensorsFile(Checkpoint):
         if not all(isinstance(value, str) for value in strings):
             raise mismatch(path, "'__metadata__' to map strings to strings", reprlib.repr(metadata))
         self.metadata = texts = cast("dict[str, str]", metadata or {})
-        _require_whole(path, texts.get(SHARDING))
         keys: dict[tuple[str, Any], Any] = dict.fromkeys(zip(dtypes, shapes, strict=True))
         keys = dict(zip(keys, range(len(keys)), strict=True))
         codes = np.fromiter(map(keys.__getitem__, zip(dtypes, shapes, strict=True)), np.int32, len(names))
@@ -309,24 +308,6 @@ class SafetensorsFile(Checkpoint):
 
 
 SHARDING = "DCP_SHARDING_INFO"  # in a shard's metadata: name → where in the whole tensor this part begins, as JSON
-
-
-def _require_whole(path: str, sharding: str | None) -> None:
-    """Raises CheckpointError for a shard of torch's distributed checkpoints that has parts of tensors."""
-    if sharding is None:
-        return
-    with corrupt(f"{path}: expected a JSON object of saved_offsets in {SHARDING!r}, found another"):
-        info = read_json_object(sharding.encode(), path)
-        parts = [name for name, each in info.items() if any(each["saved_offsets"])]
-    if parts:
-        raise mismatch(path, "whole tensors", f"parts of {some(parts)}, from saved_offsets on", JOIN)
-
-
-JOIN = (
-    "the folder is a distributed checkpoint of PyTorch. Join its shards: `from torch.distributed.checkpoint."
-    "_consolidate_hf_safetensors import consolidate_safetensors_files`, then `consolidate_safetensors_files(folder, "
-    "other_folder, dict.fromkeys(names, 1))` with the names of all tensors"
-)
 SAVE_KEY = "lazymodel_save"  # in a shard's metadata: what the shards of one save have in common, and no others
 # As Hugging Face numbers a model's shards; PyTorch's numbers of distributed ones say nothing of how many there are.
 _PART = re.compile(r"(?!shard-\d+-)(.+)-(\d{1,9})-of-(\d{1,9})\.(safetensors|bin)")
@@ -407,14 +388,21 @@ class Contents:
         return opened
 
     def check_parts(self, folder: Location) -> None:
-        """Notes it if other shards of a distributed checkpoint have the same tensors, of which these are then parts."""
+        """Notes it if shards of a distributed checkpoint have parts of tensors, which their folder has whole."""
         if any(SHARDING in (part.metadata or {}) for part, _ in self.parts):
-            with self.noting():
-                open_loose(folder, sorted(folder.glob("shard-*.safetensors"))).close()
+            with self.noting(), open_loose(folder, sorted(folder.glob("shard-*.safetensors"))) as whole:
+                for part, names in self.parts:
+                    if cut := [n for n in names if n in whole and whole.describe(n).shape != part.describe(n).shape]:
+                        fix = f"open the folder {folder}, without an index, which joins the parts"
+                        raise mismatch(part.path, "whole tensors", f"parts of {some(cut)}", fix)
 
     def add_loose(self, paths: Sequence[Location], open: Callable[[Any], Checkpoint]) -> None:
         """Adds files that no index describes; those numbered `k-of-n` must be n, and of one save."""
         opened = self._opened(dict.fromkeys(paths, "tensors"), open)
+        if any(SHARDING in (shard.metadata or {}) for shard in opened.values()):
+            with self.noting():
+                self.add(extra("DistributedCheckpoint")(self.where, list(opened.values())))
+            return
         self.parts += [(shard, shard.keys()) for shard in opened.values()]
         for message in (*_numbering_problems(self.where, paths), *_save_problems(self.where, opened)):
             self.problem(message)

@@ -40,9 +40,7 @@ from lazymodel.extras.quantized.scaled import (
 )
 
 _BITS = {"affine": (1, 2, 3, 4, 5, 6, 8), "mxfp4": (4,), "nvfp4": (4,), "mxfp8": (8,)}
-# Name of a module of joined experts → name of each, by `model_type`.
-_EXPERTS = dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), "mlp.experts.{}.{}")
-_EXPERTS |= {"mixtral": "block_sparse_moe.experts.{}.{}"}
+_EXPERTS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")  # whose experts are matrices of their own in the original
 # 24 less the digits of a dtype; smallest and largest scale whose products with codes are normal numbers.
 _ROUNDING = {"float16": (13, 2.0**-14, 2.0**7), "bfloat16": (16, 2.0**-120, 2.0**100)}
 _OF_MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}

@@ -438,36 +438,35 @@ def distributed(folder, saved):
     return sorted(folder.glob("*.safetensors"))
 
 
-def test_parts_of_tensors_are_refused(tmp_path):
+def test_parts_alone_are_refused(tmp_path):
     one, two = distributed(tmp_path, [{"w": [0], "a": [0]}, {"w": [2], "b": [0]}])
-    for where in (tmp_path, one, two):
-        message = refused(where, "expected whole tensors, found parts of 1 tensor .'w'.", two)
-        assert "consolidate_safetensors_files(folder, other_folder, dict.fromkeys(names, 1))" in message
+    assert list(lm.open_checkpoint(tmp_path)) == ["w", "a", "b"]
+    for where in (one, two):
+        message = refused(where, "expected whole tensors, found parts of 1 tensor .'w'.", where)
+        assert f"open the folder {tmp_path}" in message
         assert len(inspected(where)["problems"]) == 1
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys("wa", one.name)}))
-    refused(tmp_path, "found parts of 1 tensor", two)
+    refused(tmp_path, "found parts of 1 tensor", one)
     index.unlink()
-    distributed(tmp_path, [{"w": [0], "a": [0]}, {"v": [0, 0], "b": [0]}])
-    assert list(lm.open_checkpoint(tmp_path)) == ["w", "a", "v", "b"]
-    distributed(tmp_path, [{"w": [0]}, {"w": [0]}])
-    for where in (tmp_path, one):
-        refused(where, "'w' is in both", one)
-    write(one, {"__metadata__": {"DCP_SHARDING_INFO": "[1]"}})
-    refused(one, "expected a JSON object, found a list")
-    write(one, {"__metadata__": {"DCP_SHARDING_INFO": '{"w": 3}'}})
-    refused(one, "saved_offsets")
-
-
-def test_the_advice_to_join_parts_is_right(tmp_path):
-    module = pytest.importorskip("torch.distributed.checkpoint._consolidate_hf_safetensors")
-    (tmp_path / "parts").mkdir()
-    (tmp_path / "whole").mkdir()
-    for path, values in zip(distributed(tmp_path / "parts", [{"w": [0]}, {"w": [2]}]), ([0, 1], [2, 3]), strict=True):
-        data = path.read_bytes()
-        path.write_bytes(data[:-8] + np.array(values, np.float32).tobytes())
-    module.consolidate_safetensors_files(str(tmp_path / "parts"), str(tmp_path / "whole"), {"w": 1})
-    np.testing.assert_array_equal(lm.open_checkpoint(tmp_path / "whole")["w"].read(), [0, 1, 2, 3])
+    for saved, found in (
+        ([{"w": [0]}, {"w": [0]}], r"fill \[2\], found \[2\] at \[0\]"),
+        ([{"w": [0]}, {"w": [3]}], r"fill \[5\]"),
+        ([{"w": [0]}, {"w": [1]}], r"fill \[3\]"),
+        ([{"a": [0]}, {"w": [2]}], r"fill \[4\]"),
+    ):
+        one, _ = distributed(tmp_path, saved)
+        refused(tmp_path, found)
+    refused(tmp_path / one.name, found, tmp_path)
+    for info, found in (
+        ("[1]", "expected a JSON object, found a list"),
+        ('{"w": 3}', "saved_offsets"),
+        ('{"w": {"saved_offsets": [-1]}}', r"from 0 on, found \[-1\]"),
+        ('{"a": {"saved_offsets": [0, 0]}}', "1 saved_offsets of 'a'"),
+    ):
+        distributed(tmp_path, [{"a": [0]}, {"b": [0]}])
+        write(one, {"__metadata__": {"DCP_SHARDING_INFO": info}, "a": entry((2,), (0, 8))}, bytes(8))
+        refused(tmp_path, found)
 
 
 def test_a_copy_of_mistral_s_is_left_out(tmp_path):
