@@ -12,6 +12,7 @@ EXTRAS = {
     "Auto": "lazymodel.extras.auto.auto",
     "Compiling": "lazymodel.extras.planning.background",
     "DistributedCheckpoint": "lazymodel.extras.formats.distributed",
+    "MsgpackFile": "lazymodel.extras.formats.msgpack",
     "OrbaxCheckpoint": "lazymodel.extras.formats.orbax",
     "OrbaxDestination": "lazymodel.extras.formats.save_orbax",
     "PyTorchFile": "lazymodel.extras.formats.pytorch",

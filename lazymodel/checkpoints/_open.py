@@ -53,11 +53,13 @@ class Format(NamedTuple):
 
 
 _NUMPY, _ZIP = b"\x93NUMPY", b"PK\x03\x04"
+_MSGPACK = re.compile(rb"(?:[\x81-\x8f]|\xde..|\xdf....)(?:[\xa1-\xbf]|\xd9.)[ -~]", re.DOTALL)  # {"text": …}
 # The first one that a file's name or content fits is its format.
 _FORMATS = (
     Format("safetensors", (".safetensors.index.json",), None, SafetensorsFile, ".safetensors"),
     Format("hdf5", (".weights.json",), None, _by("open_hdf5"), ".weights.h5", grouped=True),
     Format("pytorch", (".bin.index.json",), None, _by("PyTorchFile"), ".bin"),
+    Format("msgpack", (".msgpack.index.json",), None, _by("MsgpackFile"), ".msgpack"),
     Format("safetensors", (".safetensors",), None, SafetensorsFile),
     Format("hdf5", (".weights.h5", ".h5", ".hdf5"), b"\x89HDF\r\n\x1a\n", _by("open_hdf5")),
     Format("numpy", (".npz",), None, _by("open_npz")),
@@ -65,14 +67,15 @@ _FORMATS = (
     Format("gguf", (".gguf",), b"GGUF", _by("open_gguf")),
     Format("pytorch", (".bin", ".pt", ".pth", ".ckpt", ".pth.tar"), None, _by("PyTorchFile")),
     Format("hdf5", (".keras",), _ZIP, _by("open_archive")),
+    Format("msgpack", (".msgpack",), None, _by("MsgpackFile")),  # of `checkpoint_10`, the content tells
 )
 SUFFIXES = tuple(suffix for kind in _FORMATS for suffix in kind.suffixes)
 _SUPPORTED = (
     "a .safetensors file, a folder of them (with or without *.safetensors.index.json), Keras weights (.weights.h5, "
     ".weights.json, .h5), a .keras archive, a Keras Hub preset folder, an Orbax checkpoint (an item, a step, or a "
     "folder of steps), a folder of numbered folders with safetensors, a .gguf file or a folder of one model's, "
-    "NumPy's .npz and .npy, or a folder of .npy, or PyTorch's .bin, .pt, .pth and .ckpt (with or without "
-    "*.bin.index.json)"
+    "NumPy's .npz and .npy, or a folder of .npy, PyTorch's .bin, .pt, .pth and .ckpt (with or without "
+    "*.bin.index.json), or Flax' .msgpack (with or without *.msgpack.index.json) and checkpoint_N"
 )
 
 
@@ -83,7 +86,6 @@ SAVE_EQUINOX = (
     "`file.readline()` before"
 )
 _HEAD = 1 << 16  # bytes that are looked at, to know what a file is; a first line of text may be long
-_MSGPACK = "Flax' msgpack"
 # Formats that are known and not read: patterns of names, what such a file is, and how it becomes one that is read. The
 # first that fits is meant.
 _FOREIGN = (
@@ -104,12 +106,6 @@ _FOREIGN = (
         "a checkpoint of TensorFlow",
         'save it as Keras weights, where it can be loaded: `model.save_weights("model.weights.h5")`',
     ),
-    (
-        ("*.msgpack", "checkpoint", "checkpoint_*"),
-        _MSGPACK,
-        'save it as safetensors: `lm.save(flax.serialization.msgpack_restore(open(path, "rb").read()), '
-        '"model.safetensors")`',
-    ),
     (("*.eqx",), EQUINOX, SAVE_EQUINOX),
     (
         ("*.tar", "*.tar.*", "*.tgz", "*.gz", "*.lz4", "*.zst", "*.xz", "*.bz2"),
@@ -123,7 +119,6 @@ _FOREIGN = (
     ),
 )
 _BEGINNINGS = {
-    _MSGPACK: re.compile(rb"(?:[\x81-\x8f]|\xde..|\xdf....)(?:[\xa1-\xbf]|\xd9.)[ -~]", re.DOTALL),  # {"text": …}
     EQUINOX: re.compile(rb"\{[^\n]*\n\x93NUMPY"),  # after a line of hyperparameters
 }
 
@@ -146,7 +141,7 @@ def format_of(file: Location, head: bytes = b"") -> Format | None:
     for kind in _FORMATS:
         if file.name.endswith(kind.suffixes) or (kind.magic and head.startswith(kind.magic)):
             return kind
-    return None
+    return _FORMATS[-1] if _MSGPACK.match(head) else None
 
 
 def open_checkpoint(
@@ -165,8 +160,9 @@ def open_checkpoint(
             names, of which the newest with an index or a `model.safetensors` is opened; a `.gguf` file, any file of a
             split one, or their folder; a `.npz` or `.npy` file; or a folder with nothing of these but `.npy` files in
             it and its folders, whose paths are the names; a file of PyTorch's (`.bin`, `.pt`, `.pth`, `.ckpt`), an
-            index of such, or a folder that only has these. Archives are read in place. A Hugging Face folder that is
-            quantized opens as the plain checkpoint that it encodes; see docs/quantized.md.
+            index of such, or a folder that only has these; a file of Flax' msgpack, an index of such, or a folder that
+            only has these, of which the newest `checkpoint_N` is opened. Archives are read in place. A Hugging Face
+            folder that is quantized opens as the plain checkpoint that it encodes; see docs/quantized.md.
         storage_options: For URLs: what obstore's store takes, such as `{"region": "…"}`; see docs/buckets.md.
         verify: Whether to hash the files first, index and all, and refuse content that is not what is stated: True for
             the hashes that a Hugging Face cache or download, or a manifest such as `SHA256SUMS` in the folder, states;
@@ -380,6 +376,16 @@ def pytorch_files(folder: Location) -> Sequence[Location]:
     return files
 
 
+def msgpack_file(folder: Location) -> Location | None:
+    """The file of Flax' in a folder: an index, `flax_model.msgpack`, the only one, or the newest `checkpoint_N`."""
+    for name in ("flax_model.msgpack.index.json", "flax_model.msgpack"):
+        if (folder / name).exists():
+            return folder / name
+    steps = [file for file in matching(folder, "checkpoint_*") if file.name[11:].isdecimal() and file.is_file()]
+    files = matching(folder, "*.msgpack") or sorted(steps, key=lambda file: int(file.name[11:]))[-1:]
+    return files[0] if len(files) == 1 else None
+
+
 def npy_names(folder: Location) -> list[str]:
     """Paths of the `.npy` files in a folder and its folders, without the suffix; none that begins with a dot."""
     return sorted(name[:-4] for name in folder.files_below() if name.endswith(".npy") and "/." not in f"/{name}")
@@ -478,6 +484,8 @@ def _without_weight_files(where: Location) -> Contents:
             found.format = "pytorch"
             found.add_loose(files, _by("PyTorchFile"))
             return found
+        if file := msgpack_file(where):
+            return find_contents(file)
         if not where.lists:
             raise CheckpointError(
                 f"cannot read {where}: the server answers 404 (not found), or with a page, for it and for the files of "

@@ -53,7 +53,7 @@ from lazymodel.extras.cli.output import (
 )
 
 # Files that only contain weights, from which no model can be built; GGUF files also say of what model they are.
-_WEIGHTS = (*(suffix for suffix in SUFFIXES if suffix != ".gguf"), ".msgpack")
+_WEIGHTS = tuple(suffix for suffix in SUFFIXES if suffix != ".gguf")
 
 _DESCRIPTION = """\
 Shows if a model fits, from its configuration: bytes on each device and host, while it is materialized and in use.

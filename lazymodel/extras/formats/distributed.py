@@ -9,7 +9,7 @@ a device mesh are a grid, which is joined along one axis after the other.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 from lazymodel._errors import CheckpointError
 from lazymodel._remote.path import Location
@@ -86,7 +86,7 @@ def _starts(file: Checkpoint) -> dict[str, tuple[int, ...]]:
     """Name → where a file's part of the tensor begins."""
     text = (file.metadata or {}).get(SHARDING, "{}")
     with corrupt(f"{file.path}: expected a JSON object of saved_offsets in {SHARDING!r}, found another"):
-        info = cast("dict[str, Any]", read_json_object(text.encode(), file.path))
+        info = read_json_object(text.encode(), file.path)
         starts = {name: tuple(each["saved_offsets"]) for name, each in info.items()}
     for name, start in starts.items():
         if not all(type(place) is int and place >= 0 for place in start):

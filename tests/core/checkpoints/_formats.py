@@ -132,6 +132,31 @@ def torch_file(values: dict[str, np.ndarray]) -> bytes:
     return torch_archive(tensors, storages)
 
 
+def msgpack_file(values: dict[str, np.ndarray]) -> bytes:
+    """A file of Flax' msgpack: maps by the parts of names; an array is an extension with shape, dtype and bytes."""
+
+    def text(value: str) -> bytes:
+        return b"\xd9" + bytes([len(value)]) + value.encode()
+
+    def packed(value: Any) -> bytes:
+        if isinstance(value, dict):
+            items = b"".join(text(key) + packed(each) for key, each in value.items())
+            return b"\xde" + struct.pack(">H", len(value)) + items
+        shape = b"".join(b"\xcd" + struct.pack(">H", extent) for extent in value.shape)
+        inner = b"\x93" + bytes([0x90 + value.ndim]) + shape + text(value.dtype.name)
+        inner += b"\xc6" + struct.pack(">I", value.nbytes) + value.tobytes()
+        return b"\xc9" + struct.pack(">Ib", len(inner), 1) + inner
+
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        *parents, leaf = name.split("/")
+        inner = tree
+        for parent in parents:
+            inner = inner.setdefault(parent, {})
+        inner[leaf] = value
+    return packed(tree)
+
+
 def write(folder: Path) -> None:
     """A folder a format."""
     for path in FORMATS.values():
@@ -169,6 +194,13 @@ def write(folder: Path) -> None:
     shards = {name: f"pytorch_model-{n:05}-of-00002.bin" for n, half in enumerate(HALF, 1) for name in half}
     (folder / "bins" / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": shards}))
     (folder / "pt" / "m.pt").write_bytes(torch_file(WEIGHTS))
+    (folder / "msgpack" / "flax_model.msgpack").write_bytes(msgpack_file(WEIGHTS))
+    for number, half in enumerate(HALF, 1):
+        (folder / "msgpacks" / f"flax_model-{number:05}-of-00002.msgpack").write_bytes(msgpack_file(half))
+    shards = {name: f"flax_model-{n:05}-of-00002.msgpack" for n, half in enumerate(HALF, 1) for name in half}
+    (folder / "msgpacks" / "flax_model.msgpack.index.json").write_text(json.dumps({"weight_map": shards}))
+    (folder / "steps" / "checkpoint_9").write_bytes(msgpack_file({}))
+    (folder / "steps" / "checkpoint_10").write_bytes(msgpack_file(WEIGHTS))
     blocks = {name: random_tensor(RNG, "Q4_0", 64, 512) for name in "abc"}
     (folder / "gguf" / "w.gguf").write_bytes(gguf_file({"tokens": ["a"] * 9999}, blocks))
     for name, content in split_files({}, blocks, 3).items():
@@ -207,6 +239,10 @@ FORMATS = {
     "bins folder": "bins",
     "numbered bins": "numbered bins",
     "pt folder": "pt",
+    "msgpack": "msgpack/flax_model.msgpack",
+    "msgpack folder": "msgpack",
+    "msgpacks folder": "msgpacks",
+    "checkpoints of flax": "steps",
     "gguf": "gguf/w.gguf",
     "split gguf": "split/m-00002-of-00003.gguf",
     "split gguf folder": "split",

@@ -190,7 +190,7 @@ SOME = (
     "split gguf folder",
     "odd",
 )
-UNLISTED = ("numbered", "split gguf folder", "npy folder", "numbered bins", "pt folder")
+UNLISTED = ("numbered", "split gguf folder", "npy folder", "numbered bins", "pt folder", "checkpoints of flax")
 CASES = [(dialect, kind) for dialect in ("http", "gcs") for kind in FORMATS if kind not in ORBAX]
 CASES += [(dialect, kind) for dialect in ("hf", "azure") for kind in SOME]
 
@@ -206,7 +206,8 @@ def test_by_url(
             lm.open_checkpoint(url)
         return
     with lm.open_checkpoint(url, options) as remote, lm.open_checkpoint(served / FORMATS[kind]) as local:
-        assert object_server.counters()["requests"] <= 24
+        # Without a list, every name is asked for; Flax' come last.
+        assert object_server.counters()["requests"] <= (28 if kind.startswith("msgpack") else 24)
         object_server.reset_counters()
         check(remote, local)
         read = object_server.counters()

@@ -34,8 +34,6 @@ def test_nothing_there(tmp_path):
         ("model.weights", b"\x80\x02}q\x00.", None),
         ("__0_0.distcp", b"PK\x03\x04", r"torch\.distributed.*format_utils\.dcp_to_torch_save"),
         ("model.ckpt-1.index", b"", r"TensorFlow.*save_weights"),
-        ("flax_model.msgpack", b"\x81", r"Flax.*msgpack_restore"),
-        ("checkpoint_10", b"\x81", r"Flax.*msgpack_restore"),
         ("model.eqx", b"\x93NUMPY", r"Equinox.*tree_deserialise_leaves"),
         ("program.pt2", b"PK\x03\x04", r"torch\.export.*torch\.export\.load\(path\)\.state_dict"),
         ("dino.tar.lz4", b"\x04\x22\x4d\x18", r"a packed archive; unpack it"),
@@ -56,7 +54,7 @@ def test_flax_msgpack_by_its_content(tmp_path, name):
     flax = pytest.importorskip("flax.serialization")
     for tree in ({"params": {"w": np.ones(3)}}, {f"l{i}": np.ones(2) for i in range(20)}, {"a" * 40: np.ones(2)}):
         (tmp_path / name).write_bytes(flax.msgpack_serialize(tree))
-        refused(tmp_path / name, rf"{name} looks like Flax' msgpack; save it .*msgpack_restore")
+        assert len(lm.open_checkpoint(tmp_path / name)) == len(tree)
 
 
 @pytest.mark.parametrize("name", ["net.nqx", "net.npy", "net.bin", "net"])
