@@ -28,7 +28,8 @@ from lazymodel.checkpoints._untrusted import MAX_DIMENSIONS, MAX_NBYTES, check_p
 
 _ARRAY, _SCALAR = 1, 3  # types of extensions
 _CHUNKED = "__msgpack_chunked_array__"
-_DTYPES = {dtype.name: dtype for dtype in map(np.dtype, [*"?bhiqBHIQefdFD", *ML_NUMBERS])}
+_NATIVE = [np.dtype(letter) for letter in "?bhiqBHIQefdFD"]
+_DTYPES = {dtype.name: dtype for dtype in (*_NATIVE, *(np.dtype(each) for each in ML_NUMBERS))}
 _MAX_DEPTH = 64
 _MAX_TEXT = 1 << 16  # bytes of a key
 _NUMBERS = {0xCA + place: f">{letter}" for place, letter in enumerate("fdBHIQbhiq")}  # first byte → struct's format
