@@ -469,11 +469,11 @@ def _find_contents(where: Location) -> Contents:
 
 def _without_weight_files(where: Location) -> Contents:
     """Opens a folder without files that are known by their name: of Orbax, of steps, of `.npy` files, or PyTorch's."""
-    found, item = Contents(where, "orbax"), None
+    found = Contents(where, "orbax")
     with found.noting():
-        if (item := extra("find_item")(where)) is not None:
-            found.add(extra("OrbaxCheckpoint")(where, item))
-    if item is not None or found.problems:
+        if (checkpoint := extra("open_orbax")(where)) is not None:
+            found.add(checkpoint)
+    if found.whole is not None or found.problems:
         return found
     if newest_step(where) is not None:
         return _settled(lambda: newest_step(where), lambda step: find_contents(step or where))
@@ -502,10 +502,10 @@ def _without_weight_files(where: Location) -> Contents:
 def orbax_in(folder: Location) -> str:
     """The Orbax checkpoint that a folder is or has, in words; empty if there is none."""
     try:
-        item = extra("find_item")(folder)
+        items = extra("find_items")(folder)
     except CheckpointError:  # there is one, though it cannot be opened
         return "of Orbax"
-    return "" if item is None else str(item)
+    return " and ".join(map(str, items))
 
 
 def open_located(where: Location, *, as_stored: bool = False) -> Checkpoint:

@@ -27,7 +27,7 @@ import math
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import ml_dtypes
@@ -96,10 +96,20 @@ _ARRAYS = frozenset(("jax.Array", "np.ndarray", "scalar"))
 _TEXT_OR_EMPTY = frozenset(("string", "None", "Dict", "List", "Tuple", "NamedTuple"))
 
 
-def find_item(folder: Location) -> Location | None:
-    """The folder of arrays that a path means: itself, the only item of a step, or that of the newest committed step.
+def open_orbax(path: Location) -> Checkpoint | None:
+    """What Orbax wrote at a path: an item, or the items of a step, where each name begins with its item's.
 
-    None if this is nothing that Orbax wrote.
+    None if Orbax wrote nothing there.
+    """
+    items = find_items(path)
+    opened = [OrbaxCheckpoint(path, item) for item in items]
+    return OrbaxItems(path, opened) if len(items) > 1 else opened[0] if items else None
+
+
+def find_items(folder: Location) -> list[Location]:
+    """The folders of arrays that a path means: itself, those in a step, or those in the newest committed step.
+
+    Empty if this is nothing that Orbax wrote.
     """
     if not _is_item(folder) and not _is_step(folder):
         if steps := _steps(folder):
@@ -109,10 +119,10 @@ def find_item(folder: Location) -> Location | None:
             raise mismatch(folder, "a committed Orbax checkpoint", found, _WAIT)
     if _is_item(folder):
         _require_committed(folder)
-        return folder
+        return [folder]
     items = [child for child in _folders(folder) if _is_item(child)]
     if not items and not _is_step(folder):
-        return None
+        return []
     _require_committed(folder)
     unfinished = [child.name for child in items if _UNFINISHED in child.name]
     arrays: list[Location] = []
@@ -124,11 +134,8 @@ def find_item(folder: Location) -> Location | None:
     if len(arrays) > 1 and {child.name for child in arrays} == {"pytree", "assets"}:
         # Keras' callback keeps the model's files (vocabularies) as byte arrays alongside its variables.
         arrays = [child for child in arrays if child.name == "pytree"]
-    if len(arrays) == 1:
-        return arrays[0]
     if arrays:
-        names = ", ".join(repr(str(child)) for child in arrays)
-        raise CheckpointError(f"{folder} has {len(arrays)} items that hold arrays; open one of {names}")
+        return arrays
     found = listed(sorted(child.name for child in _folders(folder)))
     fix = _WAIT if unfinished else "copy the whole checkpoint again"
     raise mismatch(folder, "an Orbax item that holds arrays", found or "no folders", fix)
@@ -142,7 +149,7 @@ def foreign_entries(folder: Location) -> list[str]:
             return True
         if not path.is_dir() or _STEP.fullmatch(path.name):  # a whole step is not a part of anything
             return False
-        return _is_array(path) or (_is_item(path) and find_item(path.parent) == path)
+        return _is_array(path) or (_is_item(path) and find_items(path.parent) == [path])
 
     return sorted(child.name for child in folder.iterdir() if not own(child))
 
@@ -357,7 +364,7 @@ class OrbaxCheckpoint(Checkpoint):
     stream has what it wants of the tensor, or `close`. A tensor that was saved in shards across those that it is read
     in is decoded more than once.
 
-    `item` is the folder that the tensors are in, which `find_item` found: `path`, or somewhere inside.
+    `item` is the folder that the tensors are in, which `find_items` found: `path`, or somewhere inside.
     """
 
     format = "orbax"
@@ -495,6 +502,29 @@ class OrbaxCheckpoint(Checkpoint):
     def close(self) -> None:
         self._kept.clear()
         super().close()
+
+
+class OrbaxItems(Checkpoint):
+    """The items of a step as one: `params/dense/kernel` is `dense/kernel` of the item `params`."""
+
+    format = "orbax"
+
+    def __init__(self, path: Location, items: Sequence[OrbaxCheckpoint]) -> None:
+        self._items = {item.item.rpartition("/")[2]: item for item in items}
+        names = [f"{item}/{name}" for item, of in self._items.items() for name in of]
+        super().__init__(path, names, [source for item in items for source in item._sources])
+
+    @property
+    def files(self) -> list[str]:
+        return [file for item in self._items.values() for file in item.files]
+
+    def _tensor(self, name: str) -> LazyTensor:
+        item, _, own = name.partition("/")
+        return self._items[item][own]
+
+    def close(self) -> None:
+        for item in self._items.values():
+            item.close()
 
 
 class ChunkedTensor(TensorSource):

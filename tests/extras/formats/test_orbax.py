@@ -421,12 +421,21 @@ def test_items(tmp_path):
             "data": ocp.args.JsonSave({"position": 3}),
         }
         manager.save(1, args=ocp.args.Composite(**items))
-        items["opt_state"] = ocp.args.StandardSave({"m": jnp.ones(2)})
+        items["opt_state"] = ocp.args.StandardSave({"m": jnp.full(2, 2)})
         manager.save(2, args=ocp.args.Composite(**items))
     one = lm.open_checkpoint(root / "1")
     assert list(one) == ["w"]
     assert one.item == str(root / "1" / "params")
-    refused(root, "2 has 2 items that hold arrays; open one of '.*opt_state', '.*params'")
+    with lm.open_checkpoint(root) as two:
+        assert sorted(two) == ["opt_state/m", "params/w"]
+        assert {name: tensor.read().tolist() for name, tensor in two.items()} == {
+            "opt_state/m": [2, 2],
+            "params/w": [1, 1],
+        }
+        assert len(two.files) == len(one.files) + len(lm.open_checkpoint(root / "2" / "opt_state").files)
+        state = {"params": {"w": jnp.zeros(2)}, "opt_state": {"m": jnp.zeros(2)}}
+        loaded = lm.build_abstract(lambda: state).materialize(two)
+        assert loaded["opt_state"]["m"].tolist() == [2, 2]
     assert list(lm.open_checkpoint(root / "2" / "opt_state")) == ["m"]
     refused(root / "2" / "words", "words: expected arrays, found a tree of 1 leaves without any")
     refused(root / "2" / "data", "found no checkpoint in folder .*data")
