@@ -78,7 +78,7 @@ def main() -> None:
     print(abstract.plan())
 
     model = abstract.materialize(progress=True)
-    embeddings = np.asarray(model.predict(SENTENCES, verbose=0))
+    embeddings = np.asarray(model.predict_on_batch(SENTENCES))
     embeddings /= np.linalg.norm(embeddings, axis=-1, keepdims=True)
     print("\nCosine similarities:")
     for sentence, row in zip(SENTENCES, embeddings @ embeddings.T, strict=True):
