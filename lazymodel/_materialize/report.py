@@ -256,7 +256,8 @@ def _cells(row: LoadRow) -> tuple[Any, ...]:
         note += f": {row.initializer}"
     elif row.tensors:
         first, *others = row.tensors
-        note += f": {first.name}" + (f" of {os.path.basename(first.file)}" if first.file else "")
+        file, named = os.path.basename(first.file), first.name != row.path
+        note += (f": {first.name}" if named else "") + (f" {'of' if named else 'from'} {file}" if file else "")
         note += f" and {len(others):,} more" if others else ""
         stored = ", ".join(dict.fromkeys(tensor.dtype for tensor in row.tensors))
         dtype = dtype if stored == dtype else f"{stored} → {dtype}"

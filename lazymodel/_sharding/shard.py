@@ -572,7 +572,7 @@ class ShardingReport(Report):
         cells: list[tuple[str, ...]] = []
         lines: list[str] = []
         for what, found, more in (
-            ("replicated", self.replicated, f", {format_bytes(self.replicated_nbytes)} each"),
+            ("replicated", self.replicated, f", {format_bytes(self.replicated_nbytes)} in all on each device"),
             ("on the host", self.on_host, ""),
             ("in the host's memory", self.offloaded, f", {format_bytes(self.offloaded_nbytes)} for each device"),
             ("repaired", self.repaired, ""),
@@ -582,7 +582,7 @@ class ShardingReport(Report):
             parted = ((path, *text.partition(": ")) for path, text in found.items())
             cells += [(path, what, shape, why) for path, shape, _, why in parted]
             lines += [f"{what}: {plural(len(found), 'variable')}{more}"] if found else []
-        columns = (Column.names("variable"), Column(""), Column(""), Column.notes("why"))
+        columns = (Column.names("variable"), Column("sharding"), Column("shape"), Column.notes("why"))
         return Table(title, columns, cells, [*lines, *(f"note: {note}" for note in self.notes)])
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from lazymodel._errors import LazyModelError
+from lazymodel._show.table import Column
 from lazymodel._show.text import empty_figure, finished_figure
 
 LAYER = re.compile(r"(?<![0-9A-Za-z])(\d{1,9})(?![0-9A-Za-z])")
@@ -53,9 +54,18 @@ def drawn_over_depth(panels: Mapping[str, Mapping[str, Mapping[int, Any]]], path
     return finished_figure(figure, "", path)
 
 
-def range_text(values: Sequence[float | None]) -> str:
-    """The values of a group: one, or the smallest and the largest."""
-    known = sorted(value for value in values if value is not None)
+def measured(heading: str) -> Column:
+    """A column of numbers, or of arrays of them. Of rows that fold it has the range; under `min` and `max` its end."""
+    end = {"min": np.min, "max": np.max}.get(heading)
+
+    def merge(values: Sequence[Any]) -> str:
+        known = [number for value in values if value is not None for number in np.ravel(value).tolist()]
+        return _range([end(known)] if end and known else sorted(known))
+
+    return Column.number(heading, merge)
+
+
+def _range(known: Sequence[float]) -> str:
     if not known:
         return "–"
     digits = 3 if known[0] == known[-1] else 2  # more digits are too wide for five ranges side by side

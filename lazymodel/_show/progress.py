@@ -199,7 +199,8 @@ def _can_draw() -> bool:
         return False
 
 
-_WIDTH = 48  # columns of a bar in a terminal, if it is wide enough
+_WIDTH = 48  # columns of a bar in a terminal, if it is wide enough for the other columns, which are as wide
+_LEAST_WIDTH = 12
 _BLOCK, _IDLE_BLOCK, _EARLIER = "█", "·", "◂"
 _LEAST = 0.005  # seconds; a shorter row would show 0.00
 _IDLE = 5.0  # longest time without a span that a picture always shows
@@ -286,7 +287,7 @@ class Timeline(Tabled, list[Span]):
     def table(self) -> Table:
         """A row for all spans of one label, in the order in which they began, except the shortest."""
         rows, begin, end = self._rows()
-        width = min(_WIDTH, terminal_width() - 2)
+        width = max(min(_WIDTH, terminal_width() - _WIDTH), _LEAST_WIDTH)
 
         def bar(intervals: Sequence[tuple[float, float]]) -> str:
             """A bar in which every span has at least one column."""
@@ -297,9 +298,9 @@ class Timeline(Tabled, list[Span]):
                 cells[first:last] = _BLOCK * (last - first)
             return "".join(cells) if intervals else _EARLIER.ljust(width, _IDLE_BLOCK)
 
-        columns = (Column(_AXIS), *map(Column.number, ("from", "to", "took", "")))
+        columns = (Column(""), *map(Column.number, ("from", "to", "took", "")))
         cells = [(label, *(f"{number:.2f}" for number in numbers), bar(spans)) for label, *numbers, spans in rows]
-        return Table("", columns, cells)
+        return Table(_AXIS, columns, cells)
 
     def plot(self, name: str, path: Any = None) -> Any:
         """A `matplotlib.figure.Figure` of it with the name as title, written to a file; for `LoadReport.plot`."""

@@ -1,9 +1,10 @@
-"""How reports look in a terminal, in a notebook and on a page, which is what rich exports. Which columns and rows a
-report has is said where it is made, such as in `_plan/plan.py`.
+"""How reports look in a terminal, in a notebook and on a page. Which columns and rows a report has is said where it is
+made, such as in `_plan/plan.py`.
 
 A model has thousands of variables and a person reads about forty lines, so rows whose names differ only in numbers are
-folded into one (`block_{0..25}/query/kernel`, 26 of them). In a terminal, names are shown without control characters
-and markup; in HTML they are escaped. Rich draws a table in a terminal; in a notebook it would be preformatted text.
+folded into one (`block_{0..25}/query/kernel`, 26 of them), and a column that is equal in all rows is a line above them.
+A name that is too long for its column has lines of its own above its row, so it can be copied. In a terminal, names are
+shown without control characters; in HTML they are escaped.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import dataclasses
 import functools
 import heapq
 import html
-import io
+import itertools
 import os
+import re
 import shutil
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -24,14 +26,16 @@ import jax
 import numpy as np
 
 from lazymodel._errors import LazyModelError
-from lazymodel._show.text import fold, format_bytes, grouped_by, grouped_names, printable, unnumbered
+from lazymodel._show.text import fold, format_bytes, grouped_by, grouped_names, numbers_in, printable, unnumbered
 
 _MAX_ROWS = 40  # rows of a table; the smallest further ones are only counted
-_FALLBACK_WIDTH = 120  # columns, if the width of the terminal is unknown
+_FALLBACK_WIDTH = 80  # columns, if the width of the terminal is unknown
 _MIN_WIDTH = 40
-_ANY = 1 << 16  # wider than any table, so that nothing is cut
-_MIN_COLUMN = 12  # minimum width of names and origins, however short they are
-_MIN_FOLDED = 20  # columns that names and origins keep in a narrow terminal: narrower ones are harder to read
+_ANY = 1 << 16  # wider than any table, so that nothing is broken
+_GAP = "  "  # between columns
+_MIN_COLUMN = 12  # columns that texts keep in a narrow terminal: narrower ones are harder to read
+_MIN_ROWS = 3  # fewer show their equal columns, too: a table of one or two rows is short
+_NOTHING = ("", "–")  # a column that has nothing else is left out
 
 ACTIONS = {"load": "loaded", "initialize": "initialized"}  # plans and loads also have "constant"
 
@@ -97,12 +101,15 @@ def _merged_notes(notes: Sequence[str]) -> str:
     return fold(most) + (f" and {sum(map(len, others)):,} more" if others else "")
 
 
+_COUNT = Column.number("count")
+
+
 @dataclasses.dataclass(frozen=True)
 class Table:
     """A title, cells, and lines below them; each thing is one row of cells.
 
     If the first column has names, rows that differ only in their numbers are folded, and about 40 rows are shown, the
-    largest ones if a column has bytes.
+    largest ones if a column has bytes. A column that is equal in all rows is shown above them.
     """
 
     title: str
@@ -111,83 +118,95 @@ class Table:
     lines: Sequence[str] = ()
 
     @functools.cached_property
-    def shown(self) -> list[Column]:
-        """The columns of the text; if rows fold, the second one has counts."""
-        first, *others = (column for column in self.columns if not column.page)
-        return [first, *([Column.number("count")] if first.merge else []), *others]
-
-    @functools.cached_property
-    def rows(self) -> list[tuple[str, ...]]:
-        """The shown cells as text; if rows fold, with their count in the second column."""
+    def _content(self) -> tuple[list[Column], list[tuple[str, ...]], str]:
+        """The columns and rows of the text, and the line above them; if rows fold, the second column has counts."""
         places = [(place, column) for place, column in enumerate(self.columns) if not column.page]
         keys = [(place, column.key) for place, column in places]
         sizes = [place for place, column in places if column.is_bytes]
+        folds = self.columns[0].merge is not None
 
         def key(row: Sequence[Any]) -> Hashable:
             return tuple(row[place] if key is None else key(row[place]) for place, key in keys)
 
-        folds = self.columns[0].merge is not None
-        groups = list(grouped_by(self.cells, key).values()) if folds else [[row] for row in self.cells]
+        groups = _in_order(grouped_by(self.cells, key).values()) if folds else [[row] for row in self.cells]
 
         def nbytes(group: Sequence[Sequence[Any]]) -> int:
             return sum(row[sizes[0]] for row in group) if sizes else 0
 
+        texts: list[tuple[str, ...]] = []
+        for group in groups:
+            cells = [c.merge([row[p] for row in group]) if c.merge else str(group[0][p]) for p, c in places]
+            texts.append(tuple(map(printable, (cells[0], *([f"{len(group):,}"] if folds else []), *cells[1:]))))
+        columns = [column for _, column in places]
+        columns[1:1] = [_COUNT] if folds else []
         most = _MAX_ROWS if folds else len(groups)
         largest = heapq.nlargest(most, range(len(groups)), key=lambda index: (nbytes(groups[index]), -index))
-        rows: list[tuple[str, ...]] = []
-        for index in sorted(largest):
-            group = groups[index]
-            texts = [c.merge([row[p] for row in group]) if c.merge else str(group[0][p]) for p, c in places]
-            rows.append((*texts[:1], *([f"{len(group):,}"] if folds else []), *texts[1:]))
-        if left := [row for index in sorted(set(range(len(groups))) - set(largest)) for row in groups[index]]:
+        rows = [texts[index] for index in sorted(largest)]
+        if left := [row for index in set(range(len(groups))) - set(largest) for row in groups[index]]:
             sums = [c.merge([row[p] for row in left]) if c.merge and c.is_bytes else "" for p, c in places[1:]]
             rows.append((f"… and {len(groups) - len(largest):,} more", f"{len(left):,}", *sums))
-        return [tuple(map(printable, row)) for row in rows]
+        return _without_equal(columns, rows, texts)
 
-    def text(self) -> str:
-        """The text for a terminal, with its width and no colours. A narrow terminal folds names, never numbers."""
-        console, width = _console(), terminal_width()
-        with console.capture() as captured:
-            if self.title:
-                console.print(_line(self.title), width=width)
-            if self.rows:
-                console.print(self._grid(width), width=_ANY)
-            for line in self.lines:
-                console.print(_line(line), width=width)
-        return "\n".join(line.rstrip() for line in captured.get().splitlines())
+    @property
+    def shown(self) -> list[Column]:
+        """The columns of the text; if rows fold, the second one has counts."""
+        return self._content[0]
 
-    def print_whole(self, console: Any) -> None:
-        """Prints it for a page: the lines first, then every row, with the columns that only pages show."""
+    @property
+    def rows(self) -> list[tuple[str, ...]]:
+        """The cells of these columns, as text."""
+        return self._content[1]
+
+    @property
+    def equal(self) -> str:
+        """The columns that are equal in all rows, and therefore not shown as columns: a line above the rows."""
+        return self._content[2]
+
+    def text(self, width: int | None = None) -> str:
+        """The text for a terminal, with its width and no colours. A narrow terminal breaks texts, never numbers."""
+        width = terminal_width() if width is None else width
+        lines = [line for text in (self.title, self.equal) if text for line in _broken(text, width)]
+        lines += self._grid(width) if self.rows else []
+        lines += [line for text in self.lines for line in _broken(text, width)]
+        return "\n".join(line.rstrip() for line in lines)
+
+    def page_text(self) -> str:
+        """The text for a page: the lines first, then every row, with the columns that only pages show."""
         first, *others = self.columns
         columns = [dataclasses.replace(first, merge=None), *(dataclasses.replace(each, page=False) for each in others)]
-        whole = dataclasses.replace(self, columns=columns)
-        for line in (self.title, *self.lines, ""):
-            console.print(_line(line), width=_FALLBACK_WIDTH)
-        if whole.rows:
-            console.print(whole._grid(_ANY), "", width=_ANY)
+        whole = dataclasses.replace(self, columns=columns, title="", lines=())
+        return "\n".join([*map(printable, (self.title, *self.lines)), "", whole.text(_ANY), ""])
 
-    def _grid(self, width: int) -> Any:
-        from rich.box import SIMPLE_HEAD
+    def _grid(self, width: int) -> Iterator[str]:
         from rich.cells import cell_len
-        from rich.table import Table as RichTable
 
-        sizes, least = list[int](), list[int]()
+        leads = self.columns[0].merge is not None  # names, which can have lines of their own
+        sizes, whole, least = list[int](), list[int](), list[int]()
         for place, column in enumerate(self.shown):
-            cells = [column.heading, *(row[place] for row in self.rows)]
-            outer = place in (0, len(self.shown) - 1) and not column.right
-            sizes.append(max(_MIN_COLUMN * outer, *map(cell_len, cells)))
-            words = max(cell_len(word) for cell in cells for word in cell.split() or [""])
-            least.append(sizes[-1] if column.right else min(words, _MIN_FOLDED))
-        # The widest columns of text shrink until all fit. Numbers that do not fit overflow, and are not cut.
-        while sum(sizes) + 2 * (len(sizes) - 1) > width and any(map(int.__gt__, sizes, least)):
-            sizes[max(range(len(sizes)), key=lambda place: sizes[place] * (sizes[place] > least[place]))] -= 1
-        grid = RichTable(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-        for column, size in zip(self.shown, sizes, strict=True):
-            justify = "right" if column.right else "left"
-            grid.add_column(_line(column.heading), width=size, justify=justify, overflow="fold")
-        for row in self.rows:
-            grid.add_row(*map(_line, row))
-        return grid
+            cells = [row[place] for row in self.rows]
+            sizes.append(max(map(cell_len, [column.heading, *cells])))
+            parts = cells if column.right else [part for cell in cells for part in _parts(cell)]
+            longest, heading = (max(map(cell_len, texts)) for texts in (parts, _parts(column.heading)))
+            shortest = min(longest, _MIN_COLUMN)
+            whole.append(max(shortest if leads and place == 0 else longest, heading))
+            least.append(max(longest if column.right else shortest, heading))
+        # The widest columns shrink until all fit: texts to their longest words, then further, and numbers never.
+        for bounds in (whole, least):
+            while sum(sizes) + len(_GAP) * (len(sizes) - 1) > width and any(map(int.__gt__, sizes, bounds)):
+                sizes[max(range(len(sizes)), key=lambda place: sizes[place] * (sizes[place] > bounds[place]))] -= 1
+        headings = [_broken(column.heading, size) for column, size in zip(self.shown, sizes, strict=True)]
+        total = sum(sizes) + len(_GAP) * (len(sizes) - 1)
+        for number, row in enumerate([headings, *self.rows]):
+            cells = [cell if number == 0 else _broken(cell, size) for cell, size in zip(row, sizes, strict=True)]
+            if leads and number and len(cells[0]) > 1:
+                yield from _broken(row[0], max(width, total))
+                cells[0] = []
+            for line in itertools.zip_longest(*cells, fillvalue=""):
+                blanks = [" " * (size - cell_len(text)) for size, text in zip(sizes, line, strict=True)]
+                looks = zip(self.shown, line, blanks, strict=True)
+                yield _GAP.join(blank + text if column.right else text + blank for column, text, blank in looks)
+            if number == 0:
+                yield "─" * total
 
     def html(self) -> str:
         """The HTML for a notebook: self-contained, without colours, so that it works on light and dark pages."""
@@ -199,6 +218,7 @@ class Table:
             return f"<tr>{''.join(texts)}</tr>"
 
         parts = [f"<p><strong>{html.escape(printable(self.title))}</strong></p>"]
+        parts += [f"<p>{html.escape(self.equal)}</p>"] if self.equal else []
         if self.rows:
             body, head = "".join(row("td", cells) for cells in self.rows), (column.heading for column in self.shown)
             parts.append(f"<table><thead>{row('th', head)}</thead><tbody>{body}</tbody></table>")
@@ -207,17 +227,56 @@ class Table:
         return f"<div>{''.join(parts)}</div>"
 
 
-def _line(text: str) -> Any:
-    from rich.text import Text  # names are never markup
+def _in_order(groups: Iterable[list[Sequence[Any]]]) -> list[list[Sequence[Any]]]:
+    """The groups of rows; those whose names differ only in numbers are in the order of these, where such groups are."""
+    groups = list(groups)
+    same = grouped_by(groups, lambda group: unnumbered(group[0][0])).values()
 
-    return Text(printable(text))
+    def first(group: Sequence[Sequence[Any]]) -> tuple[int, ...]:
+        return min(numbers_in(row[0]) for row in group)
+
+    order = {unnumbered(each[0][0][0]): iter(sorted(each, key=first) if len(each) > 1 else each) for each in same}
+    return [next(order[unnumbered(group[0][0])]) for group in groups]
 
 
-def _console(**options: Any) -> Any:
-    from rich.console import Console
+def _without_equal(
+    columns: list[Column], rows: list[tuple[str, ...]], every: Sequence[tuple[str, ...]]
+) -> tuple[list[Column], list[tuple[str, ...]], str]:
+    """The columns and rows without columns that are equal in every row, and a line that says these."""
+    texts: list[str] = []
+    kept: list[int] = []
+    for place, column in enumerate(columns):
+        values = {row[place] for row in every}
+        if place == 0 or len(every) < _MIN_ROWS or len(values) > 1 or not column.heading:
+            kept.append(place)
+        elif (value := values.pop()) not in _NOTHING and (column, value) != (_COUNT, "1"):
+            texts.append(f"{column.heading}: {value}")
+    line = f"in all rows: {'; '.join(texts)}" if texts else ""
+    return [columns[place] for place in kept], [tuple(row[place] for place in kept) for row in rows], line
 
-    plain = {"color_system": None, "force_jupyter": False, "legacy_windows": False}
-    return Console(file=io.StringIO(), width=_ANY, **plain, **options)
+
+def _parts(text: str) -> list[str]:
+    """Where a text may be broken: at spaces and after a `/`."""
+    return re.findall(r"[^ /]*/|[^ /]+", text) or [""]
+
+
+def _broken(text: str, width: int) -> list[str]:
+    """Lines of at most so many columns: a word that is too long is broken after a `/`, only longer ones anywhere."""
+    from rich.cells import cell_len, chop_cells
+
+    lines = [""]
+    for place, word in enumerate(printable(text).split(" ")):
+        space = " " if place else ""
+        if cell_len(f"{lines[-1]}{space}{word}") <= width:
+            lines[-1] += space + word
+            continue
+        for part in [word] if cell_len(word) <= width else _parts(word):
+            if cell_len(f"{lines[-1]}{space}{part}") <= width:
+                lines[-1] += space + part
+            else:
+                lines += chop_cells(part, width)
+            space = ""
+    return lines if lines[0] else lines[1:] or [""]
 
 
 def terminal_width() -> int:
@@ -262,10 +321,8 @@ class Report(Tabled):
         Raises:
             LazyModelError: The file cannot be written.
         """
-        console, path = _console(record=True), Path(path)
-        for table in self.page_tables():
-            table.print_whole(console)
-        title, content = html.escape(self.table().title), console.export_html(code_format="{code}", inline_styles=True)
+        path, title = Path(path), html.escape(printable(self.table().title))
+        content = html.escape("\n".join(table.page_text() for table in self.page_tables()))
         text = (
             '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
             f'<meta name="color-scheme" content="light dark"><title>{title}</title></head>'
@@ -299,6 +356,11 @@ def plain(value: Any) -> Any:
 @functools.lru_cache(maxsize=1024)
 def shape_text(shape: tuple[int, ...]) -> str:
     return f"({', '.join(map(str, shape))})"
+
+
+def change_text(before: str, after: str) -> str:
+    """Both, unless they are the same."""
+    return before if before == after else f"{before} → {after}"
 
 
 def placed_text(spec: Any, memory_kind: str | None) -> str:

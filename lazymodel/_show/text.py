@@ -27,7 +27,7 @@ from lazymodel._errors import LazyModelError, required
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 
-_MAX_VALUES = 4  # numbers that a fold lists individually; with more, it shows only some
+_MAX_VALUES = 4  # numbers, or ranges of them, that a fold lists; with more, it shows only some
 _CANDIDATES = 50  # names that `closest` compares in full
 _SUGGESTIONS = 3
 LISTED = 8  # names or findings of one kind that a message lists; the rest is counted
@@ -124,6 +124,11 @@ def unnumbered(path: str) -> tuple[str, ...]:
     return tuple(_NUMBER.split(path)[::2])
 
 
+def numbers_in(path: str) -> tuple[int, ...]:
+    """The numbers themselves, by which paths are in their natural order."""
+    return tuple(map(int, _NUMBER.split(path)[1::2]))
+
+
 def fold(paths: Sequence[str]) -> str:
     """One name for paths that differ only in numbers: `block_0/w`, `block_1/w` → `block_{0..1}/w`.
 
@@ -135,14 +140,16 @@ def fold(paths: Sequence[str]) -> str:
 
 
 def _fold_numbers(column: Sequence[str]) -> str:
-    numbers = sorted(dict.fromkeys(column), key=lambda digits: (int(digits), digits))
-    if len(numbers) == 1:
-        return numbers[0]
-    if [int(digits) for digits in numbers] == list(range(int(numbers[0]), int(numbers[0]) + len(numbers))):
-        return f"{{{numbers[0]}..{numbers[-1]}}}"
-    if len(numbers) <= _MAX_VALUES:
-        return f"{{{','.join(numbers)}}}"
-    return f"{{{numbers[0]},{numbers[1]},…,{numbers[-1]}}}"
+    runs = list[list[str]]()
+    for digits in sorted(dict.fromkeys(column), key=lambda digits: (int(digits), digits)):
+        if runs and int(digits) == int(runs[-1][-1]) + 1:
+            runs[-1].append(digits)
+        else:
+            runs.append([digits])
+    texts = [run[0] if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs]
+    if len(texts) > _MAX_VALUES:
+        texts[2:-1] = ["…"]
+    return column[0] if len(set(column)) == 1 else f"{{{','.join(texts)}}}"
 
 
 def grouped_by(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:

@@ -29,7 +29,7 @@ from lazymodel.extras.planning.topologies import arithmetic_mesh
 from lazymodel.extras.planning.what_if import REMATS, WhatIf, stated
 
 _UNEVEN = ("vocabulary", "entries", "features")  # `auto` splits another dimension where these do not divide
-_CODE_WIDTH = 100  # columns of the lines to paste
+_CODE_WIDTH = 78  # columns of the lines to paste
 
 # Options of `lazymodel plan` for fields of a `WhatIf`; those of its other fields do not exist.
 _OPTIONS = {
@@ -134,11 +134,11 @@ class Plans(Report):
             found, sign = row.plan, "" if row.spare_nbytes >= 0 else "-"
             on_host = format_bytes(found.offloaded_nbytes) if found.offloaded_nbytes else "–"
             amounts = format_bytes(found.needed_nbytes), f"{sign}{format_bytes(abs(row.spare_nbytes))}", on_host
-            mesh = ",".join(f"{axis}={size}" for axis, size in row.mesh.items())
+            mesh = ", ".join(f"{axis}={size}" for axis, size in row.mesh.items())
             changes = ", ".join(f"{name}={value!r}" for name, value in row.changes.items())
-            return row.topology, f"{found.num_devices:,}", mesh, changes or "–", *amounts, row.verdict
+            return row.topology, mesh, changes or "–", *amounts, row.verdict
 
-        first = Column("topology"), Column.number("devices"), Column("mesh"), Column("change")
+        first = Column("topology"), Column("mesh"), Column("change")
         numbers = map(Column.number, ("most loaded device", "spare", "on a host"))
         title = f"{self.model}: plans for {', '.join(row.topology for row in self.rows)}"
         return Table(title, (*first, *numbers, Column("verdict")), [*map(cells, self.rows)], [*self._lines()])

@@ -7,7 +7,7 @@ bytes first, which is sufficient for equal tensors.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from lazymodel._mapping.resolve import given_tensors, opened
 from lazymodel._mapping.source import described
 from lazymodel._remote.path import reading_ahead
 from lazymodel._show.progress import Progress, ProgressTo, progress_for, reported
-from lazymodel._show.table import Column, Report, Table, plain, shape_text
+from lazymodel._show.table import Column, Report, Table, change_text, plain, shape_text
 from lazymodel._show.text import first_lines, folded_names, plural
 from lazymodel._tensors.boxes import slabs
 from lazymodel._tensors.buffers import cores
@@ -109,7 +109,7 @@ class Difference(Report):
         )
         cells = [
             (t.name, t.different, *(None if t.different is None else getattr(t, name) for name in _SIZES),
-             _both(t.dtypes), _both(tuple(map(shape_text, t.shapes))))
+             change_text(*t.dtypes), change_text(*map(shape_text, t.shapes)))
             for t in beyond
         ]  # fmt: skip
         lines: list[str] = []
@@ -179,10 +179,6 @@ def _tensors(given: Any) -> tuple[dict[str, LazyTensor], str]:
     if isinstance(given, Mapping) and hasattr(given, "path"):
         return tensors, described(given).removeprefix("checkpoint ")
     return tensors, f"the {type(given).__name__}"
-
-
-def _both(texts: Sequence[str]) -> str:
-    return texts[0] if texts[0] == texts[1] else f"{texts[0]} → {texts[1]}"
 
 
 _Block: TypeAlias = "tuple[int, float, float, int]"  # see `_of_block`

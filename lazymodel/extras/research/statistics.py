@@ -26,9 +26,9 @@ from lazymodel._errors import LazyModelError
 from lazymodel._mapping.resolve import opened, prepare_load
 from lazymodel._materialize.materialize import stream
 from lazymodel._programs.jaxprs import PROGRAMS, is_key, uses_x64, without_mesh
-from lazymodel._show.depth import LAYER, drawn_over_depth, range_text, values_over_depth
+from lazymodel._show.depth import LAYER, drawn_over_depth, measured, values_over_depth
 from lazymodel._show.progress import ProgressTo, progress_for, reported
-from lazymodel._show.table import Column, Table, Tabled, plain
+from lazymodel._show.table import Column, Table, Tabled, plain, shape_text
 from lazymodel._show.text import closest, plural
 from lazymodel._tensors.boxes import Box, box_shape, slabs, whole_box
 from lazymodel._tensors.buffers import Scratch, cores, empty_aligned, parallel
@@ -118,11 +118,11 @@ class Statistics(Tabled, dict[str, VariableStatistics]):
     def table(self) -> Table:
         """A row for variables that differ only in numbers of their paths."""
         cells = [
-            (row.path, *(getattr(row, measure) for measure in _MEASURES), f"{row.dtype}{list(row.shape)}")
+            (row.path, *(getattr(row, measure) for measure in _MEASURES), row.dtype, shape_text(row.shape))
             for row in self.values()
         ]
-        measures = (Column.number(name, range_text) for name in ("mean", "std", "min", "max", "spectral"))
-        columns = (Column.names("variable"), *measures, Column("shape"))
+        measures = map(measured, ("mean", "std", "min", "max", "spectral"))
+        columns = (Column.names("variable"), *measures, Column("dtype"), Column("shape"))
         spoiled = [row for row in self.values() if row.nonfinite][:_LISTED]
         lines = [f"not finite: {plural(row.nonfinite, 'element')} of {row.path}" for row in spoiled]
         return Table(f"statistics of {plural(len(self), 'variable')}", columns, cells, lines)

@@ -111,7 +111,7 @@ class RunReport(Report):
         if self.process_count > 1:
             title += f", by process {self.process_index} of {self.process_count}"
         columns = (
-            Column("program"), Column("calls"), Column("equations"), Column.nbytes("variables"),
+            Column("program"), Column.number("calls"), Column.number("equations"), Column.nbytes("variables"),
             Column.nbytes("live"), Column.nbytes("results, temporaries"), Column.nbytes("peak"),
         )  # fmt: skip
         rows = [

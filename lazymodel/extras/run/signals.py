@@ -25,7 +25,7 @@ import numpy as np
 from lazymodel._abstract.framework import ModelSpec
 from lazymodel._errors import LazyModelError
 from lazymodel._programs.jaxprs import CALLS, JIT, inner_jaxpr, is_key, one_equation, run_jaxpr, scanned_from, walk
-from lazymodel._show.depth import drawn_over_depth, range_text, values_over_depth
+from lazymodel._show.depth import drawn_over_depth, measured, values_over_depth
 from lazymodel._show.progress import ProgressTo, ReportTo
 from lazymodel._show.table import Column, Report, Table, plain
 from lazymodel._show.text import plural
@@ -148,7 +148,7 @@ class Signals(Report):
             for kind, label in zip(_KINDS, labels, strict=True)
             for name, each in getattr(self, kind).items()
         ]
-        measures = (Column.number(measure, _range) for measure in ("rms", "min", "max", "zeros"))
+        measures = map(measured, ("rms", "min", "max", "zeros"))
         more = map(Column.in_pages, ("mean", "shape"))
         columns = (Column.names("layer"), Column("signal"), *measures, *more)
         count = len(self.activations)
@@ -167,7 +167,7 @@ class SignalComparison(Report):
 
     def table(self) -> Table:
         """A row for layers that differ only in numbers of their names."""
-        numbers = (Column.number(heading, _range) for heading in ("rms", "other's rms", "other / this"))
+        numbers = map(measured, ("rms", "other's rms", "other / this"))
         rows = [
             (name, kind, mine, theirs, theirs / mine if mine else np.nan)
             for (kind, name), (mine, theirs) in self.rows.items()
@@ -177,10 +177,6 @@ class SignalComparison(Report):
 
 def _listed(leaf: Any) -> Any:
     return leaf.tolist() if isinstance(leaf, np.ndarray) else leaf
-
-
-def _range(values: Sequence[Any]) -> str:
-    return range_text([number for value in values for number in np.ravel(value).tolist()])
 
 
 def signals(

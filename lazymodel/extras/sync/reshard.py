@@ -22,7 +22,7 @@ from lazymodel._errors import LazyModelError, ShardingError
 from lazymodel._materialize.stream import StreamItem
 from lazymodel._programs.jaxprs import stored_as
 from lazymodel._show.progress import ProgressTo, delivery, progress_for, reported
-from lazymodel._show.table import Column, Report, Table, shape_text
+from lazymodel._show.table import Column, Report, Table, change_text, shape_text
 from lazymodel._show.text import closest, format_bytes, parse_bytes, plural
 from lazymodel._tensors import shards
 from lazymodel._tensors.lazy import LazyTensor
@@ -94,9 +94,11 @@ class ReshardReport(Report):
             f"resharded {plural(len(self.rows), 'variable')}, {format_bytes(sum(row.nbytes for row in self.rows))}, "
             f"in {self.seconds:.2f} s"
         )
-        same = map(Column, ("shape", "dtype", "before", "after"))
+        same = map(Column, ("shape", "dtype", "before → after"))
         columns = (Column.names("variable"), *same, Column.nbytes("bytes"), Column.notes("way"))
-        rows = [(r.path, shape_text(r.shape), r.dtype, r.before, r.after, r.nbytes, r.way) for r in self.rows]
+        rows = [
+            (r.path, shape_text(r.shape), r.dtype, change_text(r.before, r.after), r.nbytes, r.way) for r in self.rows
+        ]
         before, after = map(format_bytes, self.held_nbytes)
         lines = [
             f"moved: {format_bytes(self.moved_nbytes)} in {plural(self.num_groups, 'group')}",

@@ -31,7 +31,7 @@ from lazymodel._errors import LazyModelError, SyncError
 from lazymodel._mapping.source import MappedCheckpoint
 from lazymodel._mapping.table import WeightMap, map_checkpoint
 from lazymodel._programs.jaxprs import as_keys, stored_as, without_mesh
-from lazymodel._show.table import Column, Table, Tabled, shape_text
+from lazymodel._show.table import Column, Table, Tabled, change_text, shape_text
 from lazymodel._show.text import closest, first_of, format_bytes, listed, parse_bytes, plural
 from lazymodel._tensors.casting import refusal
 from lazymodel._tensors.lazy import LazyTensor
@@ -286,7 +286,7 @@ class Sync(Tabled):
         nbytes = sum(self._wanted[part].nbytes for part in written)
         title = f"sync: {plural(len(self._names), 'variable')}, {format_bytes(nbytes)}"
         columns = (
-            *(Column.names("variable"), Column("shape"), Column("dtype"), Column("trainer"), Column("sampler")),
+            *(Column.names("variable"), Column("shape"), Column("dtype"), Column("trainer → sampler")),
             *(Column.nbytes("moves"), Column.nbytes("stays"), Column.notes("how")),
         )
         rows: list[Any] = []
@@ -297,7 +297,8 @@ class Sync(Tabled):
             how = [f"cast from {source.dtype.name}" for source in sources[:1] if source.dtype != variable.dtype]
             how += [f"of {len(names)}"] if len(names) > 1 else []
             how += [f"quantized, {self._wanted[self._parts[path][0]].dtype}"] if path in self._conversions else []
-            cells = shape_text(variable.shape), variable.dtype.name, ", ".join(before), sharding_text(variable.sharding)
+            sharding = change_text(", ".join(before), sharding_text(variable.sharding))
+            cells = shape_text(variable.shape), variable.dtype.name, sharding
             rows.append((path, *cells, route.sent_nbytes(), route.sent_nbytes(stays=True), ", ".join(how)))
         kept = [path for path in self._wanted if path not in written]
         lines = [

@@ -20,6 +20,7 @@ from rich.cells import cell_len
 from safetensors.numpy import save_file
 
 import lazymodel as lm
+from lazymodel._show.text import format_bytes
 from tests.command import main
 from tests.markup import Page
 
@@ -86,6 +87,8 @@ def folded(paths: list[str]) -> list[str]:
         (["00001-of-00003", "00002-of-00003", "00003-of-00003"], "{00001..00003}-of-00003"),
         (["a0/b1", "a1/b0"], "a{0..1}/b{0..1}"),
         (["x1", "x01"], "x{01,1}"),
+        ([f"x{i}" for i in (10, 11, 0, 1, 5)], "x{0..1,5,10..11}"),
+        ([f"x{i}" for i in (0, 1, 3, 5, 7, 9)], "x{0..1,3,…,9}"),
         (["x٣", "x٤"], "x{٣..٤}"),
     ],
 )
@@ -101,6 +104,20 @@ def test_fold_of_any_numbers(numbers: list[int]) -> None:
     assert str(min(numbers)) in row and str(max(numbers)) in row
 
 
+def test_names_that_fold_are_in_the_order_of_their_numbers() -> None:
+    """JAX flattens a dict in the order of its keys as texts: 10 before 2."""
+    lengths = [1, 1, 2, 2, 1, 1, 1, 1, 1, 1, 3, 3]
+    sizes = {f"block_{i}/w": (length,) for i, length in enumerate(lengths)}
+    rows = model_of({**sizes, "a": (4,), "z": (5,)}).table().rows
+    assert [(row[0], row[2]) for row in rows] == [
+        ("a", "(4)"),
+        ("block_{0..1,4..9}/w", "(1)"),
+        ("block_{2..3}/w", "(2)"),
+        ("block_{10..11}/w", "(3)"),
+        ("z", "(5)"),
+    ]
+
+
 # --- models ---
 
 
@@ -109,11 +126,12 @@ def test_text_and_html_fold_layers_into_rows() -> None:
     lines, page = repr(model).splitlines(), Page(model._repr_html_())
     title = "<lambda>: 53 variables, 124,544 parameters, 243.25 KiB"
     assert lines[0] == title and page.text.startswith(title)
-    assert page.rows[0] == ["variable", "count", "shape", "dtype", "bytes", "origin"]
+    assert page.rows[0] == ["variable", "count", "shape", "bytes"]
     (query,) = [line for line in lines if "query" in line]
-    expected = ["block_{0..25}/query", "26", "(64, 64)", "bfloat16", "208.00 KiB"]
-    assert re.split(r"\s{2,}", query.strip())[:5] == page.rows[1][:5] == expected
-    assert len(lines) == len(page.rows) + 2 == 6
+    expected = ["block_{0..25}/query", "26", "(64, 64)", "208.00 KiB"]
+    assert re.split(r"\s{2,}", query.strip()) == page.rows[1] == expected
+    assert lines[1] == "in all rows: dtype: bfloat16; origin: fill" and lines[1] in page.text
+    assert len(lines) == len(page.rows) + 3 == 7
     assert not re.search(r"color|background|http|src=|<script|<style", model._repr_html_())
 
 
@@ -121,7 +139,8 @@ def test_text_of_sharded_models(mesh8: Mesh) -> None:
     text = repr(decoder(2, NamedSharding(mesh8, PartitionSpec("model"))))
     assert text.splitlines()[0].endswith("48.25 KiB, 6.03 KiB per device on 8 devices")
     (embedding,) = [line for line in text.splitlines() if line.startswith("token")]
-    assert re.split(r"\s{2,}", embedding)[4:6] == ["P('model')", "4.00 KiB"]
+    assert re.split(r"\s{2,}", embedding)[2:] == ["(256, 64)", "4.00 KiB"]
+    assert "spec: P('model')" in text.splitlines()[1]
     assert "replicated" in repr(decoder(2, NamedSharding(mesh8, PartitionSpec(None))))
     abstract = NamedSharding(jax.sharding.AbstractMesh((4,), ("model",)), PartitionSpec("model"))
     assert "per device on 4 devices" in repr(decoder(1, abstract)).splitlines()[0]
@@ -164,7 +183,9 @@ def test_a_hundred_thousand_rows(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["inspect", str(tmp_path / "a.safetensors")]) == 0
     assert re.search(r"layer_\{0..99\}/expert_\{0..99999\}/kernel +100,000 ", capsys.readouterr().out)
     assert main(["inspect", str(tmp_path / "b.safetensors")]) == 0
-    assert re.search(r"\n… and 5,\d{3} more +5,\d{3} ", capsys.readouterr().out)
+    out = capsys.readouterr().out
+    assert "in all rows: shape: (1); dtype: uint8; bytes: 1 B; file: b.safetensors\n" in out
+    assert re.search(r"\n… and 5,\d{3} more\n", out)
     assert time.process_time() - start < 15
 
 
@@ -188,8 +209,9 @@ def test_prng_keys_and_nothing() -> None:
 
 def init(key: jax.Array, width: int = 64) -> dict[str, Any]:
     def layer(key: jax.Array) -> dict[str, Any]:
-        attention = {"query_projection": {"kernel": jax.random.normal(key, (width, 4, width // 4))}}
-        return {"attention": attention, "feed_forward": {"up": jax.random.normal(key, (width, 2 * width))}}
+        attention = {"query_projection_dense": {"kernel": jax.random.normal(key, (width, 4, width // 4))}}
+        up = jax.random.normal(key, (width, 2 * width))
+        return {"multi_head_self_attention_layer_with_rotary_positions": attention, "feed_forward": {"up": up}}
 
     return {
         "token_embedding": {"embeddings": jax.random.normal(key, (512, width), "bfloat16")},
@@ -248,10 +270,11 @@ def check(table: Any, width: int) -> None:
     text = table.text()
     numbers = [row[place] for place, column in enumerate(table.shown) if column.right for row in table.rows]
     assert all(number in text for number in numbers), (width, text)
-    cells = [table.title, *(column.heading for column in table.shown * bool(table.rows)), *sum(table.rows, ())]
+    headings = (column.heading for column in table.shown * bool(table.rows))
+    cells = [table.title, table.equal, *headings, *sum(table.rows, ())]
     assert Counter(squeezed(text)) == Counter(squeezed("".join([*cells, *table.lines]))), (width, text)
-    assert all(squeezed(line) in squeezed(text) for line in (table.title, *table.lines))
-    assert width < 105 or max(map(cell_len, text.splitlines())) <= width
+    assert all(squeezed(line) in squeezed(text) for line in (table.title, table.equal, *table.lines))
+    assert width < 80 or max(map(cell_len, text.splitlines())) <= width
 
 
 def squeezed(text: str) -> str:
@@ -268,6 +291,32 @@ def test_every_report(mesh8: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         for report in found.values():
             check(report.table(), width)
             assert report.table().text() in str(report)
+
+
+def test_paths_are_broken_at_their_parts_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    fits = "encoder/multi_head_self_attention_layer/query_projection_dense/kernel"
+    long = f"decoder_with_cross_attention/{fits}"
+    lines = repr(model_of({long: (4, 2), fits: (1 << 20, 4), "b": (3,)})).splitlines()
+    assert lines[lines.index(fits) + 1].split() == ["(1048576,", "4)", "8.00", "MiB"]
+    first = next(index for index, line in enumerate(lines) if line.startswith("decoder"))
+    assert lines[first].endswith("/") and "".join(lines[first : first + 2]) == long
+    assert next(line for line in lines if line.startswith("b ")).split() == ["b", "(3)", "6", "B"]
+
+
+def test_columns_that_are_equal_in_all_rows_are_a_line_above_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"{a}{b}" for a in "abcdefgh" for b in "abcdefgh"]  # more than are shown
+    shapes: dict[str, tuple[int, ...]] = {name: (8, place + 1) for place, name in enumerate(names)}
+    table = model_of(shapes).table()
+    assert table.equal == "in all rows: dtype: bfloat16; origin: fill"
+    assert [column.heading for column in table.shown] == ["variable", "shape", "bytes"]
+    assert table.rows[-1] == ("… and 24 more", "", format_bytes(sum(16 * (n + 1) for n in range(24))))
+    # A row that is not shown differs.
+    other = lm.build_abstract(lambda: {n: jnp.zeros(s, "float32" if n == "aa" else BF16) for n, s in shapes.items()})
+    assert other.table().equal == "in all rows: origin: fill" and "aa" not in {row[0] for row in other.table().rows}
+    assert model_of({"a": (8,), "b": (8,)}).table().equal == ""
+    page = Page(model_of(shapes)._repr_html_())
+    assert table.equal in page.text and page.rows[0] == ["variable", "shape", "bytes"]
 
 
 def test_wide_characters_take_two_columns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,7 +252,7 @@ def test_table_dict_and_lines() -> None:
     text = repr(found)
     assert "statistics of 13 variables" in text
     row = next(line for line in text.splitlines() if line.startswith("layers/{0..11}/w"))
-    assert row.split()[1:4] == ["12", "1…12", "0"]
+    assert row.split()[1:6] == ["12", "1…12", "0", "1", "12"]
     assert "<table>" in found._repr_html_() and "layers/{0..11}/w" in found._repr_html_()
     assert json.loads(json.dumps(found.to_dict()))["layers/3/w"]["spectral_norm"] == pytest.approx(16)
     lines = found.over_depth("mean")
