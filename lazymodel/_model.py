@@ -75,10 +75,11 @@ class AbstractModel(Tabled, ModelSpec, Generic[BuiltT]):
     Example:
         >>> abstract
         init: 2 variables, 32,768 parameters, 128.00 KiB
-        variable      count  shape      dtype        bytes  origin
-        ────────────────────────────────────────────────────────────────
-        down/kernel       1  (256, 64)  float32  64.00 KiB  normal
-        up/kernel         1  (64, 256)  float32  64.00 KiB  normal
+        in all rows: dtype: float32; origin: normal
+        variable     count  shape          bytes
+        ────────────────────────────────────────
+        down/kernel      1  (256, 64)  64.00 KiB
+        up/kernel        1  (64, 256)  64.00 KiB
     """
 
     quantize = quantize

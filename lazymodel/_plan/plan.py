@@ -252,10 +252,10 @@ class MemoryPlan(Report):
         Example:
             >>> print(sharded.plan().by_module(depth=2))
             init by module
-            module        count  variables each  bytes each  in use each  bytes/device
-            ──────────────────────────────────────────────────────────────────────────
-            down              1               1   64.00 KiB     8.00 KiB      8.00 KiB
-            up                1               1   64.00 KiB     8.00 KiB      8.00 KiB
+            module  count  variables each  bytes each  in use each  bytes/device
+            ────────────────────────────────────────────────────────────────────
+            down        1               1   64.00 KiB     8.00 KiB      8.00 KiB
+            up          1               1   64.00 KiB     8.00 KiB      8.00 KiB
         """
         if type(depth) is not int or depth < 1:
             raise LazyModelError(f"depth is a number of path parts, from 1; got {depth!r}")

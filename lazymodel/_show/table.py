@@ -34,7 +34,7 @@ _MIN_WIDTH = 40
 _ANY = 1 << 16  # wider than any table, so that nothing is broken
 _GAP = "  "  # between columns
 _MIN_COLUMN = 12  # columns that texts keep in a narrow terminal: narrower ones are harder to read
-_MIN_ROWS = 3  # fewer show their equal columns, too: a table of one or two rows is short
+_MIN_ROWS = 3  # fewer show their equal numbers, which people look for
 _NOTHING = ("", "–")  # a column that has nothing else is left out
 
 ACTIONS = {"load": "loaded", "initialize": "initialized"}  # plans and loads also have "constant"
@@ -247,7 +247,8 @@ def _without_equal(
     kept: list[int] = []
     for place, column in enumerate(columns):
         values = {row[place] for row in every}
-        if place == 0 or len(every) < _MIN_ROWS or len(values) > 1 or not column.heading:
+        least = _MIN_ROWS if column.right else 2
+        if place == 0 or len(every) < least or len(values) > 1 or not column.heading:
             kept.append(place)
         elif (value := values.pop()) not in _NOTHING and (column, value) != (_COUNT, "1"):
             texts.append(f"{column.heading}: {value}")

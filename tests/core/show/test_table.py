@@ -314,7 +314,10 @@ def test_columns_that_are_equal_in_all_rows_are_a_line_above_them(monkeypatch: p
     # A row that is not shown differs.
     other = lm.build_abstract(lambda: {n: jnp.zeros(s, "float32" if n == "aa" else BF16) for n, s in shapes.items()})
     assert other.table().equal == "in all rows: origin: fill" and "aa" not in {row[0] for row in other.table().rows}
-    assert model_of({"a": (8,), "b": (8,)}).table().equal == ""
+    two = model_of({"a": (8,), "b": (8,)}).table()
+    assert two.equal == "in all rows: shape: (8); dtype: bfloat16; origin: fill"
+    assert [column.heading for column in two.shown] == ["variable", "count", "bytes"]  # numbers of few rows stay
+    assert model_of({"a": (8,)}).table().equal == ""
     page = Page(model_of(shapes)._repr_html_())
     assert table.equal in page.text and page.rows[0] == ["variable", "shape", "bytes"]
 
