@@ -45,7 +45,6 @@ if _typing.TYPE_CHECKING:
     from lazymodel._mapping.table import WeightMap, map_checkpoint
     from lazymodel._materialize.report import LoadReport
     from lazymodel._model import AbstractModel, build_abstract
-    from lazymodel._pin_batch import pin_batch
     from lazymodel._plan.plan import MemoryPlan
     from lazymodel._restore import restore, training_state
     from lazymodel._save.save import save
@@ -60,6 +59,7 @@ if _typing.TYPE_CHECKING:
     from lazymodel.extras.lora.merge import Adapter, merge, open_adapter
     from lazymodel.extras.lora.save_adapter import save_adapter
     from lazymodel.extras.planning.compile import Compile
+    from lazymodel.extras.planning.pin_batch import pin_batch
     from lazymodel.extras.planning.plans import plans
     from lazymodel.extras.planning.topologies import arithmetic_mesh, topology
     from lazymodel.extras.planning.what_if import WhatIf
@@ -87,7 +87,7 @@ _NAMES = {  # module: names that it has
     "lazymodel.extras.sync.reshard": "ReshardReport reshard",
     "lazymodel.extras.sync.sync": "Sync",
     "lazymodel._model": "AbstractModel build_abstract",
-    "lazymodel._pin_batch": "pin_batch",
+    "lazymodel.extras.planning.pin_batch": "pin_batch",
     "lazymodel._plan.plan": "MemoryPlan",
     "lazymodel._restore": "restore training_state",
     "lazymodel.extras.lora.save_adapter": "save_adapter",

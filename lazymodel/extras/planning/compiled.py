@@ -23,10 +23,10 @@ from lazymodel._abstract.framework import ModelSpec, PlannedFunction
 from lazymodel._abstract.variable import device_shardings, is_offloaded, on_device, resident_nbytes
 from lazymodel._devices.hardware import CompiledMemory, compile_lowered, is_arithmetic
 from lazymodel._errors import DoesNotFitError, LazyModelError
-from lazymodel._pin_batch import is_pinned, pin_batch, splits_parameters
 from lazymodel._plan.use import GRADIENTS, LORA, OPTIMIZER, PARAMETERS, Activations, Use
 from lazymodel._sharding.roles import DATA_AXES
 from lazymodel.extras.planning.compile import Compile, lower
+from lazymodel.extras.planning.pin_batch import is_pinned, pin_batch, splits_parameters
 
 Pair: TypeAlias = "tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]"
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
-from tests.core.test_pin_batch import LENGTH, ROWS, WORDS, init, training
+from tests.extras.planning.test_pin_batch import LENGTH, ROWS, WORDS, init, training
 from tests.processes import join
 
 
