@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,23 @@ def test_is_what_the_plain_folder_gives(kind: str, form: str, mesh8: Mesh, tmp_p
     expected, _ = values(plain, kind, mesh8)
     assert_same_values(expected, found)
     assert report.read_nbytes <= 1.02 * sum(file.stat().st_size for file in Path(made).glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("form", [None, "mlx-4"])
+def test_experts_that_mlx_joined(form: str | None, mesh8: Mesh, tmp_path: Path) -> None:
+    """As mlx-lm's `convert` writes them: `switch_mlp`, quantized or not, and an index."""
+    made, plain = folders(tmp_path, "qwen3_moe", FORMS[form or "mlx-4"])
+    with SafetensorsFile(f"{made if form else plain}/model.safetensors") as file:
+        stored = {name: file[name].read() for name in file}
+    joined: dict[str, list[np.ndarray]] = {}
+    for name in [name for name in stored if ".experts." in name]:
+        joined.setdefault(re.sub(r"experts\.\d+", "switch_mlp", name), []).append(stored.pop(name))
+    stored |= {name: np.stack(arrays) for name, arrays in joined.items()}
+    config = json.loads(Path(made if form else plain, "config.json").read_text())
+    folder = write_folder(tmp_path / "mlx", config, stored, shards=2)
+    found, report = values(str(folder), "qwen3_moe", mesh8)
+    assert_same_values(values(plain, "qwen3_moe", mesh8)[0], found)
+    assert report.read_nbytes <= 1.02 * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 Q = "model.layers.1.self_attn.q_proj"

@@ -44,6 +44,7 @@ from lazymodel.extras.formats.archive import member_start
 from lazymodel.extras.formats.hdf5 import H5File
 from lazymodel.extras.quantized.config import find_config
 from lazymodel.extras.quantized.methods import require_known
+from lazymodel.extras.quantized.mlx import EXPERTS
 from lazymodel.extras.quantized.scaled import CODES, Float4Tensor, scaled_pairs
 from lazymodel_keras import _upstream
 
@@ -260,19 +261,21 @@ def folder_config(folder: Location) -> dict[str, Any]:
 
 
 def open_decoded(path: str | RemotePath) -> DecodedCheckpoint | None:
-    """The checkpoint of a file, if the configuration in its folder shows that it is quantized; otherwise None.
+    """The checkpoint of a file, if the configuration in its folder shows that it is quantized, or if MLX joined its
+    experts; otherwise None.
 
     Raises CheckpointError for an unknown kind of quantization.
     """
     where = location(path)
     config = folder_config(where.parent)
     found = find_config(config, str(where.parent / CONFIG))
-    if found is None or (config.get("model_type"), found.method) in _BY_CONVERTER:
+    kind = config.get("model_type")
+    if (kind, found and found.method) in _BY_CONVERTER or (found is None and kind not in EXPERTS):
         return None
-    require_known(found)
+    if found is not None:
+        require_known(found)
     checkpoint = whole(path)
-    assert isinstance(checkpoint, DecodedCheckpoint)  # otherwise opening it would have raised
-    return checkpoint
+    return checkpoint if isinstance(checkpoint, DecodedCheckpoint) else None
 
 
 def whole(path: str | RemotePath) -> Checkpoint:

@@ -40,7 +40,7 @@ from lazymodel.extras.quantized.scaled import (
 )
 
 _BITS = {"affine": (1, 2, 3, 4, 5, 6, 8), "mxfp4": (4,), "nvfp4": (4,), "mxfp8": (8,)}
-_EXPERTS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")  # whose experts are matrices of their own in the original
+EXPERTS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")  # whose experts are matrices of their own in the original
 # 24 less the digits of a dtype; smallest and largest scale whose products with codes are normal numbers.
 _ROUNDING = {"float16": (13, 2.0**-14, 2.0**7), "bfloat16": (16, 2.0**-120, 2.0**100)}
 _OF_MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
@@ -135,7 +135,7 @@ def _decoded(mode: str, bits: int, group: int, weight: LazyTensor, scale: LazyTe
 
 def split_experts(contents: Contents, model_type: str) -> None:
     """Gives the experts that mlx-lm joined in `switch_mlp`, quantized or not, their names in the original model."""
-    if model_type not in _EXPERTS:
+    if model_type not in EXPERTS:
         return
     for name in [*contents.left, *contents.plain]:
         layer, found, kind = name.removesuffix(".weight").rpartition(".switch_mlp.")
