@@ -13,8 +13,10 @@ lazy tensors; everything else is as upstream, errors included, because loaders p
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
+import inspect
 import itertools
 import operator
 import os
@@ -32,9 +34,10 @@ import keras
 import numpy as np
 
 from lazymodel import Checkpoint, CheckpointError, LazyTensor, open_checkpoint
+from lazymodel._errors import warn
 from lazymodel._remote.path import LocalPath, Location, RemoteFile, RemotePath, location, matching
 from lazymodel._remote.url import is_supported, is_url, shown
-from lazymodel._show.text import format_bytes
+from lazymodel._show.text import format_bytes, listed
 from lazymodel.checkpoints import SafetensorsFile
 from lazymodel.checkpoints._hugging_face import CONFIG, DecodedCheckpoint, read_config
 from lazymodel.checkpoints._open import CachedCopy, cached_copy, content_files, located, model_weights, open_located
@@ -47,6 +50,7 @@ from lazymodel.extras.quantized.methods import require_known
 from lazymodel.extras.quantized.mlx import EXPERTS
 from lazymodel.extras.quantized.scaled import CODES, Float4Tensor, scaled_pairs
 from lazymodel_keras import _upstream
+from lazymodel_keras._record.configuration import Noting, differences, passed_on
 
 _MOST = 256 << 20  # bytes of all small files of a preset; the largest vocabularies have a tenth of it
 _WEIGHTS = (".h5", ".hdf5", ".safetensors", ".keras", ".npz", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack")
@@ -495,6 +499,57 @@ def _convert_otherwise(recording: Any, original: Any, self: Any, preset: Any, co
     original(self, preset, config if ours is None else {**config, "model_type": "llama"})
     if ours is not None:
         self.config, self.converter = config, ours
+
+
+class _Converter:
+    """A converter of KerasHub with functions in place of some of its own."""
+
+    def __init__(self, own: Any, **functions: Any) -> None:
+        self._own = own
+        vars(self).update(functions)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+
+@_upstream.while_recording(_upstream.transformers_loader, "load_backbone")
+def _build_as_configured(recording: Any, original: Any, self: Any, cls: Any, load_weights: Any, **given: Any) -> Any:
+    """Passes on what a converter ignores of a configuration, and compares the built model with it."""
+    config, converter, read = self.config, self.converter, set[str]()
+    checked = False
+
+    @functools.wraps(converter.convert_backbone_config)  # KerasHub counts its parameters
+    def convert_config(*args: Any, **kwargs: Any) -> Any:
+        found = converter.convert_backbone_config(*args, **kwargs)
+        return {**passed_on(config, read, found, inspect.signature(cls).parameters), **found}
+
+    def check(backbone: Any) -> None:
+        nonlocal checked
+        wrong = [] if checked else differences(config, read, backbone, given)
+        checked = True
+        if not wrong:
+            return
+        message = (
+            f"{shown(self.preset)}: KerasHub's {type(backbone).__name__} computes otherwise than {CONFIG} says: "
+            f"{listed(wrong, most=8, separator='; ')}"
+        )
+        if recording.options.strict:
+            fix = "Pass strict=False to lazymodel_keras.from_preset to load it all the same; its outputs then differ"
+            recording.refuse(CheckpointError(f"{message}. {fix} from those of the model that was trained."))
+        warn(f"{message}. Its outputs differ from those of the model that was trained.")
+
+    def convert_weights(backbone: Any, *args: Any) -> Any:
+        check(backbone)  # before weights that do not fit are an error of their own
+        return converter.convert_weights(backbone, *args)
+
+    self.config = Noting(config, read)
+    self.converter = _Converter(converter, convert_backbone_config=convert_config, convert_weights=convert_weights)
+    try:
+        backbone = original(self, cls, load_weights, **given)
+    finally:
+        self.config, self.converter = config, converter
+    check(backbone)
+    return backbone
 
 
 @_upstream.while_recording(_upstream.preset_loader_class, "get_backbone_kwargs")
