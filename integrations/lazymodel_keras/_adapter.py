@@ -17,6 +17,7 @@ import os
 import sys
 import tempfile
 import typing
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Unpack
 
@@ -25,7 +26,7 @@ import jax.numpy as jnp
 import keras
 
 import lazymodel
-from lazymodel import AbstractModel, CheckpointError, LazyModelError
+from lazymodel import AbstractModel, CheckpointError, LazyModelError, LazyModelWarning
 from lazymodel._abstract.pairs import LoraPair
 from lazymodel._errors import warn
 from lazymodel._mapping.resolve import lazy_values
@@ -148,11 +149,11 @@ def _plan_model(
             config.write_bytes(read_at_most(where, MAX_JSON, "JSON"))
             _read_config(config, shown(source), options)
             try:
-                return _planned(target, folder, False, options)
+                return _planned(target, folder, False, options, source)
             except CheckpointError as error:
                 raise CheckpointError(str(error).replace(folder, shown(source))) from error
     try:
-        return abstract_from_preset(target, source, load_weights=False, **options)
+        return abstract_from_preset(target, source, load_weights=False, strict=False, **options)
     except (CheckpointError, LazyModelError):
         raise
     except Exception as error:  # each of KerasHub's hubs has its own errors
@@ -205,9 +206,20 @@ def _read_config(path: Location, source: str, options: dict[str, Any]) -> None:
         print(f"lazymodel: {stating} unless dtype={stated!r} is given", file=sys.stderr)
 
 
-def _planned(target: Any, preset: str, load: bool, options: Mapping[str, Any]) -> AbstractModel[Any]:
+def _planned(target: Any, preset: str, load: bool, options: Mapping[str, Any], source: str = "") -> AbstractModel[Any]:
     try:
-        return abstract_from_preset(target, preset, load_weights=load, **options)
+        if load:
+            return abstract_from_preset(target, preset, load_weights=True, **options)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", LazyModelWarning)
+            # A model that does not compute what its configuration says needs the same memory.
+            planned = abstract_from_preset(target, preset, load_weights=False, **{**options, "strict": False})
+        for each in caught:
+            if issubclass(each.category, LazyModelWarning):
+                print(f"lazymodel: {each.message}".replace(preset, shown(source or preset)), file=sys.stderr)
+            else:
+                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+        return planned
     except (TypeError, AttributeError, IndexError) as error:  # a configuration with values of wrong types
         raise CheckpointError(f"KerasHub cannot build a model from {shown(preset)}: {error}") from error
 
