@@ -80,7 +80,8 @@ def from_preset(
 ) -> T:
     """Does what `cls.from_preset(preset, load_weights, **kwargs)` does, but never holds the model whole on one device.
 
-    The result is an ordinary Keras model, equal bit for bit to that of the stock call. It is short for
+    The result is an ordinary Keras model, equal bit for bit to that of the stock call, but for epsilons and rotary
+    scaling of a Hugging Face configuration that stock ignores. It is short for
     `abstract_from_preset(…).shard(mesh, rules).materialize()`; use these steps to quantize the model, or to add LoRA
     pairs.
 
@@ -155,7 +156,9 @@ def abstract_from_preset(
         strict: True raises for weights that the model has no variable for; False omits them, with a warning that lists
             them. For a Hugging Face or timm folder, these are weights in any shard that KerasHub's converter did not
             request, except what converters omit on purpose: buffers such as rotary tables, tied weights that are
-            stored twice, heads of other tasks. Unused scales and other parts of quantized weights always raise.
+            stored twice, heads of other tasks. Unused scales and other parts of quantized weights always raise. It also
+            raises, or warns, for a Hugging Face `config.json` that says another function than KerasHub's class
+            computes, such as another activation.
         cast: As in `AbstractModel.materialize`: `"safe"` raises if a tensor of a file could lose its meaning in its
             variable's dtype, which stock Keras casts silently; `"unsafe"` casts like Keras.
         verify: True hashes the weight files that are opened, and the index and shards that belong to them, before they

@@ -54,7 +54,7 @@ _CLASSES = {
 }  # fmt: skip
 # KerasHub goes through float16 for Mistral, and takes the tanh for BERT's activation.
 _APART = {"mistral": 2e-2, "bert": 2e-3}
-_ENTRIES: dict[str, Config] = {"gemma3_text": {"query_pre_attn_scalar": 8, "num_hidden_layers": 6}}
+_ENTRIES: dict[str, Config] = {"gemma3_text": {"num_hidden_layers": 6}}
 
 
 def _rope(rope_type: str, theta: float = 10000.0, **more: Any) -> Config:

@@ -60,6 +60,7 @@ _DECODER = {
 }  # fmt: skip
 _WIDE_HEADS = {**_DECODER, "head_dim": 8}
 _WINDOW = {**_WIDE_HEADS, "sliding_window": 8}
+_GEMMA3 = {**_WINDOW, "query_pre_attn_scalar": 8}  # the width of a head, as KerasHub computes
 _IMAGE = {**_SIZES, "image_size": 16, "patch_size": 4}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _SHARED_EXPERT = {**_EXPERTS, "shared_expert_intermediate_size": 16}
@@ -222,14 +223,14 @@ HUGGING_FACE: dict[str, Original] = {
     "gemma2": Original("Gemma2ForCausalLM", {**_WINDOW, "query_pre_attn_scalar": 8}),
     "gemma3": Original(
         "Gemma3ForConditionalGeneration",
-        {"text_config": _WINDOW, "vision_config": _IMAGE, "mm_tokens_per_image": 1},
+        {"text_config": _GEMMA3, "vision_config": _IMAGE, "mm_tokens_per_image": 1},
         names=(_SIGLIP,),
     ),
-    "gemma3_text": Original("Gemma3ForCausalLM", _WINDOW),
+    "gemma3_text": Original("Gemma3ForCausalLM", _GEMMA3),
     # Its two last projections are in files of their own, which the converter opens itself.
     "gemma3_text (embedding)": Original(
         "Gemma3TextModel",
-        {**_WINDOW, "use_bidirectional_attention": True},
+        {**_GEMMA3, "use_bidirectional_attention": True},
         files={
             "2_Dense": lambda: {"linear.weight": _normal((3072, _WIDTH))},
             "3_Dense": lambda: {"linear.weight": _normal((_WIDTH, 3072))},
@@ -263,7 +264,10 @@ HUGGING_FACE: dict[str, Original] = {
     "gpt2": Original("GPT2LMHeadModel", {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4}),
     "gpt_oss": Original(
         "GptOssForCausalLM",
-        {**_WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32},
+        {
+            **_WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32,
+            "layer_types": ["full_attention", "sliding_attention"],  # published ones begin with a window
+        },
         finish=_pack_experts,
     ),
     "llama": Original("LlamaForCausalLM", _DECODER),

@@ -420,5 +420,7 @@ _DECODERS = {
     "mistral": decoder("mistral", sliding_window=512),
     "qwen3_moe": decoder("qwen3_moe", head_dim=4, sliding_window=None, **EXPERTS),
     # An embedding model: its last two projections are in files of their own.
-    "gemma3_text": decoder("gemma3_text", head_dim=4, use_bidirectional_attention=True, tie_word_embeddings=True),
+    "gemma3_text": decoder(
+        "gemma3_text", head_dim=4, sliding_window=512, use_bidirectional_attention=True, tie_word_embeddings=True
+    ),
 }

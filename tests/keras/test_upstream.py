@@ -225,6 +225,16 @@ def test_a_converter_is_what_the_loader_of_hugging_face_folders_asks_for() -> No
     assert "layer_norm_epsilon" not in _upstream.converter("llama3").convert_backbone_config(config)
 
 
+def test_the_loader_asks_its_converter_with_its_configuration() -> None:
+    """Both are its attributes, which are replaced while `load_backbone` runs."""
+    loader = _upstream.transformers_loader()("preset", {"model_type": "llama"})
+    assert callable(vars(type(loader)).get("load_backbone"))
+    loader.config = config = {"model_type": "other"}
+    loader.converter = mock.MagicMock()
+    loader.converter.convert_backbone_config = lambda found: {"found": found}
+    assert loader.load_backbone(dict, False, more=1) == {"found": config, "more": 1}
+
+
 LORA_LAYERS: dict[str, Any] = {
     "dense": lambda: keras.layers.Dense(4, name="layer"),
     "einsum": lambda: keras.layers.EinsumDense("ab,bcd->acd", (2, 4), bias_axes="d", name="layer"),

@@ -36,7 +36,7 @@ pytestmark = [
 GptOssBackbone: Any = keras_hub.models.GptOssBackbone
 CONFIG = decoder(
     "gpt_oss", hidden_size=64, num_hidden_layers=1, head_dim=8, intermediate_size=96, num_local_experts=8,
-    num_experts_per_tok=2, sliding_window=8,
+    num_experts_per_tok=2, sliding_window=8, layer_types=["full_attention"],
 )  # fmt: skip
 
 
