@@ -11,6 +11,7 @@ import contextlib
 import gc
 import itertools
 import math
+import operator
 import sys
 import threading
 import time
@@ -31,14 +32,14 @@ from lazymodel._extras import extra
 from lazymodel._mapping.resolve import LoadPlan, prepare_load
 from lazymodel._materialize.background import Background
 from lazymodel._materialize.load import Reading, nbytes_here, publish_fingerprint
-from lazymodel._materialize.report import make_report
+from lazymodel._materialize.report import report_load, threads_seconds
 from lazymodel._programs.jaxprs import is_weak, with_weak_type
 from lazymodel._programs.programs import InitRecipe, run_recipes
 from lazymodel._remote.url import is_url
 from lazymodel._show.progress import Progress, ProgressTo, ReportTo, Timeline, delivery, progress_for
 from lazymodel._show.text import listed, parse_budget
 from lazymodel._tensors.buffers import available_memory, default_budget
-from lazymodel._tensors.byte_reader import BYTES_READ, REQUESTS
+from lazymodel._tensors.byte_reader import BYTES_FILLED, BYTES_READ, REQUESTS
 from lazymodel._tensors.casting import SAFE
 from lazymodel._tensors.shards import on_host
 
@@ -122,11 +123,10 @@ def materialize(
         compiling: Background = extra("Compiling")(*given) if compiles else Background()
         publish_fingerprint(stage, load, compiling.names, itertools.chain(reading.details(), compiling.details))
     with agreement(model.variables) as stage, compiling.in_background():
-        arrays, costs = _make_arrays(reading, compiling, progress_for(progress), stage, timeline)
+        arrays, costs = _make_arrays(reading, compiling, bar := progress_for(progress), stage, timeline)
     with timeline.span("rebuild"):
         result = model.framework.rebuild({**arrays, **load.numbers})
-    if deliver is not None:
-        deliver(make_report(load, costs, timeline, time.perf_counter() - start))
+    report_load(load, costs, timeline, time.perf_counter() - start, bar, deliver)
     return result
 
 
@@ -156,7 +156,8 @@ def _make_arrays(
                 array.delete()  # the generator still holds it
             del array, made
             watcher.advance(left[path], path)
-        started, bytes_before, requests_before = time.perf_counter(), BYTES_READ.count, REQUESTS.so_far()
+        counters = BYTES_READ, BYTES_FILLED, REQUESTS
+        started, before = time.perf_counter(), [counter.so_far() for counter in counters]
         with contextlib.closing(values):
             for path, array in values:
                 arrays |= finished(path, array)
@@ -175,9 +176,11 @@ def _make_arrays(
         if compiling.unfinished:
             watcher.advance(0, f"compiling {listed(compiling.unfinished)}")
         compiled = compiling.finished(stage.check)
-        counts = [now - before for now, before in zip(REQUESTS.so_far(), requests_before, strict=True)]
+        now = [counter.so_far() for counter in counters]
+        read, filled, counts = ([*map(operator.sub, *each)] for each in zip(now, before, strict=True))
         return arrays, {
-            "read_nbytes": BYTES_READ.count - bytes_before,
+            "read_nbytes": read[0],
+            **threads_seconds(*read, filled[2], timeline.seconds("stream")),
             "exchanged_nbytes": reading.arriving_nbytes,
             **dict(zip(("fetched_nbytes", "requests", "retries"), counts, strict=True)),
             "compiled": compiled,

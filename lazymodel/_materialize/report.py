@@ -9,16 +9,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from lazymodel._mapping.resolve import LoadPlan
 from lazymodel._materialize.background import CompiledProgram
-from lazymodel._show.progress import Timeline
+from lazymodel._show.progress import Progress, Timeline, announce
 from lazymodel._show.table import ACTIONS, Column, Report, Table, shape_text
 from lazymodel._show.text import folded_names, format_bytes, listed, plural
+from lazymodel._tensors.buffers import peak_memory
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.shards import needed_nbytes
 from lazymodel._tensors.stored import (
@@ -29,6 +30,8 @@ from lazymodel._tensors.stored import (
     stored_tensors,
     unused_tensors,
 )
+
+_LEAST = 0.005  # seconds; a shorter time would be 0.00
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +88,9 @@ class LoadReport(Report):
             after streaming until the last one was done. Time in which devices compute while files are read does not
             count.
         stream_seconds: Seconds in between, until every array that is loaded was complete on its devices.
+        wait_seconds: Seconds of these in which threads waited for files, on average; None if a library read them, or if
+            values were converted while they were read.
+        convert_seconds: Seconds in which threads converted and placed values, likewise.
         exchanged_nbytes: Bytes that this process's devices got from other devices instead of files.
         compiled: The programs compiled alongside, in the order in which they were given.
         lower_seconds: Seconds of the call spent on tracing and lowering them, before anything was read.
@@ -120,6 +126,8 @@ class LoadReport(Report):
     seconds: float
     initialize_seconds: float
     stream_seconds: float
+    wait_seconds: float | None = None
+    convert_seconds: float | None = None
     exchanged_nbytes: int = 0
     compiled: tuple[CompiledProgram, ...] = ()
     lower_seconds: float = 0.0
@@ -231,6 +239,8 @@ class LoadReport(Report):
             cache = program.cache and f", a {program.cache} of the persistent cache"
             lines.append(f"compiled: {program.description} in {program.seconds:.2f} s{cache}")
         time = f"time: {self.initialize_seconds:.2f} s initializing, {self.stream_seconds:.2f} s streaming"
+        if self.wait_seconds is not None and self.convert_seconds is not None:
+            time += f" ({self.wait_seconds:.2f} s waiting for files, {self.convert_seconds:.2f} s converting)"
         if self.compiled:
             time += f", {self.lower_seconds:.2f} s lowering before and {self.compile_seconds:.2f} s compiling after"
         lines.append(time)
@@ -265,8 +275,58 @@ def _cells(row: LoadRow) -> tuple[Any, ...]:
     return row.path, shape_text(row.shape), dtype, row.nbytes, note, files, row.needed_nbytes
 
 
-def make_report(load: LoadPlan, costs: Mapping[str, Any], timeline: Timeline, seconds: float) -> LoadReport:
-    """The report on a load that took so many seconds; `costs` are further attributes of it."""
+def threads_seconds(read: int, timed: int, waited: float, filled: float, seconds: float) -> dict[str, float]:
+    """What threads did during a stream: their seconds in files, and beyond these, by how many of them worked.
+
+    Args:
+        read: Bytes that were read.
+        timed: Those of them of which the time is known.
+        waited: Seconds of all threads in files.
+        filled: Seconds of all threads in filling shards, reading included.
+        seconds: Seconds of the stream.
+    """
+    filled = max(filled, waited)  # values that stay on the host are read without the stream
+    threads = max(filled / seconds, 1.0) if seconds else 1.0
+    known = read and read == timed
+    return {"wait_seconds": waited / threads, "convert_seconds": (filled - waited) / threads} if known else {}
+
+
+def _load_line(name: str, costs: Mapping[str, Any], timeline: Timeline, seconds: float) -> str:
+    """What a load cost, in one line; what is not known is left out."""
+    read, streamed = costs["read_nbytes"], timeline.seconds("stream")
+    parts = [f"{name}: loaded " + (f"{read / 1e9:.3g} GB " if read else "") + f"in {seconds:.2f} s"]
+    parts += [f"{read / 1e9 / streamed:.2f} GB/s"] if read and streamed else []
+    compiling = sum(span.seconds for span in timeline if span.label == "initialize: compiling")
+    took = {
+        "waiting for files": costs.get("wait_seconds"),
+        "converting": costs.get("convert_seconds"),
+        "compiling": compiling + timeline.seconds("lower") + costs["compile_seconds"],
+    }
+    parts += [f"{each:.2f} s {what}" for what, each in took.items() if each is not None and each >= _LEAST]
+    if (peak := peak_memory()) is not None:
+        parts.append(f"this process held at most {format_bytes(peak)} so far")
+    return ", ".join(parts)
+
+
+def report_load(
+    load: LoadPlan,
+    costs: Mapping[str, Any],
+    timeline: Timeline,
+    seconds: float,
+    bar: Progress,
+    deliver: Callable[[LoadReport], object] | None,
+) -> None:
+    """Says in a line what a load cost, and delivers its report if that was asked for.
+
+    It took so many seconds; `costs` are further attributes of the report.
+    """
+    if any(load.from_file(path) for path in load.sources):
+        announce(bar, _load_line(load.model.name, costs, timeline, seconds))
+    if deliver is not None:
+        deliver(_make_report(load, costs, timeline, seconds))
+
+
+def _make_report(load: LoadPlan, costs: Mapping[str, Any], timeline: Timeline, seconds: float) -> LoadReport:
     model, given = load.model, {} if load.checkpoint is None else load.checkpoint
     initializers = {path: recipe.origin for recipe in load.recipes for path in recipe.paths}
     rows: list[LoadRow] = []

@@ -24,6 +24,7 @@ import functools
 import math
 import queue
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Self, cast
 
@@ -55,7 +56,7 @@ from lazymodel._tensors.buffers import (
     start_thread,
     uninterrupted,
 )
-from lazymodel._tensors.byte_reader import ByteReader
+from lazymodel._tensors.byte_reader import BYTES_FILLED, ByteReader
 from lazymodel._tensors.lazy import LazyTensor, lazy
 from lazymodel._tensors.shards import Boxes, boxes_for, in_other_memory, layout
 from lazymodel._tensors.stored import misshapen, where
@@ -479,7 +480,7 @@ class _Stream:
 
     def _run(self, job: _Job, parts: Sequence[tuple[_Plan, Part]], workspace: Workspace) -> bool:
         """Fills parts of a job; returns True if they were the last ones."""
-        done = False
+        started, done = time.perf_counter(), False
         if len(parts) > 1 and not job.serial:
             # If that fails, the error of the first part that cannot be read alone is raised, if there is one.
             with contextlib.suppress(Exception):
@@ -489,9 +490,11 @@ class _Stream:
                 break
             with _About(plan):
                 part.run(workspace)
+        nbytes = sum(part.nbytes for _, part in parts)
+        BYTES_FILLED.add(nbytes, time.perf_counter() - started)
         if self._on_bytes is not None and not self._stopped:
             with self._report:
-                self._on_bytes(sum(part.nbytes for _, part in parts))
+                self._on_bytes(nbytes)
         if self._hold is not None:
             self._hold(lambda: self._stopped)
         with self._lock:

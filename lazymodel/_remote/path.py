@@ -26,6 +26,7 @@ import posixpath
 import reprlib
 import stat
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import PosixPath
 from typing import Any, BinaryIO, TypeAlias, cast
@@ -429,7 +430,7 @@ class RemoteReader(ByteReader):
         self.store.get(self.key, start, out, stopped)
 
     def read_into(self, offset: int, *outs: np.ndarray) -> None:
-        targets = [out.reshape(-1).view(np.uint8) for out in outs if out.size]
+        started, targets = time.perf_counter(), [out.reshape(-1).view(np.uint8) for out in outs if out.size]
         total, start = sum(target.size for target in targets), self.base + offset
         if start + total > self.size:
             raise CheckpointError(
@@ -454,11 +455,11 @@ class RemoteReader(ByteReader):
             with alone as ahead:
                 for begin, rest in missing:
                     ahead.read_into(self, begin, rest)
-        self.count(total - held)
+        self.count(total - held, started)
 
     @contextlib.contextmanager
     def borrowed(self, offset: int, most: int, unit: int) -> Generator[np.ndarray]:
-        found, held = np.empty(0, np.uint8), False
+        started, found, held = time.perf_counter(), np.empty(0, np.uint8), False
         position = self.base + offset
         with contextlib.ExitStack() as lender:
             for ahead in self._active() if position + most <= self.size else ():
@@ -467,8 +468,8 @@ class RemoteReader(ByteReader):
                 if found.size:
                     held = ahead.held
                     break
+            self.count(0 if held else found.size, started)
             yield found
-        self.count(0 if held else found.size)
 
     def _active(self) -> list[ReadAhead]:
         """Announced reads that have not ended."""

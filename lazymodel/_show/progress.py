@@ -100,6 +100,14 @@ def progress_for(to: ProgressTo) -> Progress:
     )
 
 
+def announce(bar: Progress, line: str) -> None:
+    """Logs what ended; unless that is shown, a terminal that had a bar gets the line in its place."""
+    if _LOGGER.isEnabledFor(logging.INFO):
+        _LOGGER.info("%s", printable(line))
+    elif isinstance(bar, _Bar) and sys.stderr.isatty():
+        print(printable(line), file=sys.stderr)
+
+
 @contextlib.contextmanager
 def reported(bar: Progress, total_nbytes: int, description: str) -> Generator[None]:
     """Within the block, work of so many bytes is reported to `bar`."""

@@ -14,6 +14,7 @@ import math
 import mmap
 import os
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -232,6 +233,15 @@ def _transpose(out: np.ndarray, values: np.ndarray, across: int, along: int) -> 
 def cores() -> int:
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+
+
+def peak_memory() -> int | None:
+    """The most bytes of host memory that this process has held since it started; None if the system does not say."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def available_memory() -> int | None:

@@ -20,6 +20,7 @@ import random
 import signal
 import stat
 import threading
+import time
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, BinaryIO, cast
@@ -42,18 +43,28 @@ MAP_BLOCK = 16 << 20  # bytes copied from a map at a time, during which no one c
 
 
 class ByteCounter:
-    """A thread-safe count of bytes."""
+    """A thread-safe count of bytes, of those whose time was measured, and of the seconds that these took threads."""
 
     def __init__(self) -> None:
-        self._lock, self.count = threading.Lock(), 0
+        self._lock, self.count, self.timed, self.seconds = threading.Lock(), 0, 0, 0.0
 
-    def add(self, count: int) -> None:
+    def so_far(self) -> tuple[int, int, float]:
+        """All three."""
+        with self._lock:
+            return self.count, self.timed, self.seconds
+
+    def add(self, count: int, seconds: float | None = None) -> None:
         with self._lock:
             self.count += count
+            if seconds is not None:
+                self.timed += count
+                self.seconds += seconds
 
 
 BYTES_READ = ByteCounter()
 """Tensor bytes read from files by this process, headers not included."""
+BYTES_FILLED = ByteCounter()
+"""Bytes of shards that streams filled, reading included."""
 
 
 class RequestCounter:
@@ -146,10 +157,13 @@ class ByteReader:
         """Tensor bytes read through this reader so far."""
         return self._counter.count
 
-    def count(self, nbytes: int) -> None:
-        """Counts bytes that were read, here or by others, such as the HDF5 library."""
+    def count(self, nbytes: int, started: float | None = None) -> None:
+        """Counts bytes that were read, here or by others, such as the HDF5 library.
+
+        Nothing but reading them was done since `started`, a time of `time.perf_counter()`; None if more was done.
+        """
         self._counter.add(nbytes)
-        BYTES_READ.add(nbytes)
+        BYTES_READ.add(nbytes, None if started is None else time.perf_counter() - started)
 
     def open_file(self) -> BinaryIO:
         """Returns the whole file, opened for reading by a library."""
@@ -367,7 +381,7 @@ class FileReader(ByteReader):
             self.read_runs(offset, np.array(runs, np.int64))
 
     def read_runs(self, offset: int, runs: np.ndarray) -> None:
-        ends = np.cumsum(runs[:, 1])
+        started, ends = time.perf_counter(), np.cumsum(runs[:, 1])
         fd, total, first, done = self.descriptor(), int(ends[-1]), 0, 0
         while done < total:
             position = self.base + offset + done
@@ -387,7 +401,7 @@ class FileReader(ByteReader):
                 first = int(np.searchsorted(ends, done, side="right"))
                 if filled := int(runs[first, 1]) - (int(ends[first]) - done):
                     runs[first] += (filled, -filled)
-        self.count(total)
+        self.count(total, started)
 
     @contextlib.contextmanager
     def mapped(self) -> Generator[np.ndarray | None]:
@@ -438,13 +452,13 @@ class FileReader(ByteReader):
         if row == rows.run(stored.itemsize) <= READ and out.flags.c_contiguous and not steps and out.dtype == stored:
             # A shorter way, as the calls around it take longer than reading a short row. Errors are raised below.
             target = memoryview(cast(Any, out.reshape(-1).view(np.uint8)))
-            fd, position = self.descriptor(), self.base + place.start
+            started, fd, position = time.perf_counter(), self.descriptor(), self.base + place.start
             for start in range(0, len(target), row):
                 if _PREADV(fd, (target[start : start + row],), position) != row:
                     break
                 position += place.strides[0]
                 whole += 1
-            self.count(whole * row)
+            self.count(whole * row, started)
         super()._read_rows(place.take(0, slice(whole, None)), stored, out[whole:], steps, workspace)
 
     def descriptor(self) -> int:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
+import logging
 import pickle
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -71,6 +74,43 @@ def reported(abstract: Model, checkpoint: Any = None, **arguments: Any) -> lm.Lo
     abstract.materialize(checkpoint, report=reports.append, **arguments)
     assert reports[0].read_nbytes == sum(reader.bytes_read for reader in readers) - before
     return reports[0]
+
+
+def test_a_load_is_one_line(
+    tmp_path: Path, abstract: Model, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, ckpt = saved(tmp_path, tensors(head=None))
+    with caplog.at_level(logging.INFO, "lazymodel"):
+        abstract.materialize(initialize="all", progress=False)
+        assert not caplog.messages  # nothing was loaded
+        report = reported(abstract, ckpt, initialize="missing")
+        (line,) = caplog.messages
+    pattern = (
+        r"init: loaded ([\d.e-]+) GB in [\d.]+ s, [\d.]+ GB/s(, .*)*, this process held at most [\d.]+ [MG]iB so far"
+    )
+    match = re.fullmatch(pattern, line)
+    assert match is not None and float(match[1]) == pytest.approx(report.read_nbytes / 1e9, rel=1e-2)
+    assert report.wait_seconds is not None and report.convert_seconds is not None
+    assert report.wait_seconds + report.convert_seconds <= report.stream_seconds and report.wait_seconds > 0
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    abstract.materialize(path, initialize="missing")
+    abstract.materialize(path, initialize="missing", progress=False)
+    assert len(re.findall(pattern, terminal.getvalue())) == 1
+
+
+def test_what_took_time_is_not_guessed(tmp_path: Path) -> None:
+    """HDF5's library reads and decompresses at once, so the time of either is not known."""
+    with h5py.File(tmp_path / "w.h5", "w") as file:
+        file.create_dataset("w", data=np.ones((64, 64), "float32"), chunks=(16, 16), compression="lzf")
+    report = reported(one((64, 64)), lm.open_checkpoint(tmp_path / "w.h5"))
+    assert report.read_nbytes and report.wait_seconds is None and report.convert_seconds is None
+    assert "waiting" not in str(report)
 
 
 def one(shape: tuple[int, ...], dtype: Any = "float32") -> Model:
