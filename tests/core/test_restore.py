@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
+from tests.large import mostly_large
 from tests.resuming import BATCHES, Batches, assert_same, assert_same_values
 
 optax = pytest.importorskip("optax")
@@ -73,7 +74,9 @@ def test_five_steps_and_five_are_ten(tmp_path: Path, mesh8: Mesh) -> None:
     assert_same(train(restored, batches, 5), through)
 
 
-@pytest.mark.parametrize("place", ["half of the devices", "another mesh", "one device", "hosts"])
+@pytest.mark.parametrize(
+    "place", mostly_large(["half of the devices", "another mesh", "one device", "hosts"], ["another mesh", "hosts"])
+)
 def test_what_was_saved_goes_elsewhere(tmp_path: Path, mesh8: Mesh, mesh42: Mesh, place: str) -> None:
     half = train(sharded(mesh8).materialize(), Batches(), 5)
     lm.save_step(half, tmp_path, 5)
@@ -103,6 +106,7 @@ def _numbers(state: Any) -> Any:
     return [leaf for leaf in jax.tree.leaves(state) if jnp.issubdtype(leaf.dtype, np.number)]
 
 
+@pytest.mark.large
 def test_equinox(tmp_path: Path, mesh8: Mesh) -> None:
     eqx = pytest.importorskip("equinox")
 

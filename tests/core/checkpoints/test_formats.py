@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 import lazymodel as lm
 from tests.command import inspected, problems
 from tests.core.checkpoints._formats import FORMATS, ORBAX, WEIGHTS, read_nbytes, write
+from tests.large import mostly_large
 from tests.servers.object_server import ObjectServer
 from tests.servers.s3 import S3Server
 
@@ -180,22 +181,16 @@ def place(server: ObjectServer, dialect: str, path: str) -> tuple[str, dict[str,
 
 
 SOME = (
-    "one",
-    "index folder/",
-    "bins folder",
-    "numbered",
-    "h5 folder",
-    "packed",
-    "npy folder",
-    "split gguf folder",
+    *("one", "index folder/", "bins folder", "numbered", "h5 folder", "packed", "npy folder", "split gguf folder"),
     "odd",
 )
 UNLISTED = ("numbered", "split gguf folder", "npy folder", "numbered bins", "pt folder", "checkpoints of flax")
 CASES = [(dialect, kind) for dialect in ("http", "gcs") for kind in FORMATS if kind not in ORBAX]
 CASES += [(dialect, kind) for dialect in ("hf", "azure") for kind in SOME]
+BRIEF = [(dialect, kind) for dialect, kind in CASES if dialect == "gcs" or kind in ("one", "index folder/", "numbered")]
 
 
-@pytest.mark.parametrize(("dialect", "kind"), CASES)
+@pytest.mark.parametrize(("dialect", "kind"), mostly_large(CASES, BRIEF))
 def test_by_url(
     object_server: ObjectServer, served: Path, dialect: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,7 +210,10 @@ def test_by_url(
         check_views(remote, local)
 
 
-@pytest.mark.parametrize("kind", ["one", "index folder", "numbered", "sharded folder", "packed", "odd"])
+@pytest.mark.parametrize(
+    "kind",
+    mostly_large(["one", "index folder", "numbered", "sharded folder", "packed", "odd"], ["index folder", "numbered"]),
+)
 def test_on_s3(s3: S3Server, served: Path, kind: str) -> None:
     path = FORMATS[kind]
     put(s3, served / path.partition("/")[0], f"deep/er/{path.partition('/')[0]}")

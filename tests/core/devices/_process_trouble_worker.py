@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,9 @@ def main() -> None:
         arrays = shared.materialize(ckpt, initialize="missing", progress=progress)
     except lm.CheckpointError:
         (Path(folder) / f"failed-{process}").touch()
+        if trouble == "leaves at once":
+            traceback.print_exc()
+            os._exit(1)
         raise
     die("killed after materializing")
     for array in arrays.values():

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 
 import lazymodel as lm
 from lazymodel import From, WeightMap
+from tests.large import examples, mostly_large
 
 HEADS, DIM, MODEL, VOCAB, LAYERS = 4, 32, 512, 1001, 8
 RNG = np.random.default_rng(0)
@@ -109,7 +109,12 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    mostly_large(
+        CASES, ["gate and up by rank", "padded vocabulary", "heads, a copy a device", "query, key and value by group"]
+    ),
+)
 def test_a_sampler_gets_the_same_from_a_trainer(mesh8: jax.sharding.Mesh, case: str) -> None:
     entries, expected, spec, _ = CASES[case]
     used = {name for source in entries.values() for name in source.names}
@@ -259,8 +264,7 @@ def test_steps_and_arrays_that_cannot_be(make: Callable[[], Any], message: str) 
         make()
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.data())
+@examples(20, 100, data=st.data())
 def test_any_box_of_a_chain_is_numpys(data: st.DataObject) -> None:
     values = np.arange(math.prod(shape := data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))).reshape(
         shape

@@ -7,6 +7,7 @@ runs everything 200 times, each time with transfers in another order, on more pr
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -25,6 +26,7 @@ from safetensors.numpy import save_file
 import lazymodel as lm
 from tests.core.materialize._variables import assert_shards_equal, model_of
 from tests.foreign_memory import Transfers, foreign_memory, unknown_memory
+from tests.large import mostly_large
 
 COUNT, SHAPE, NBYTES = 40, (160, 128), 160 * 128 * 4  # tensors that are too large to share a job
 
@@ -63,8 +65,13 @@ def stream(tensors: Mapping[str, Any], sharding: Sharding, budget: int | None = 
     return model_of(tensors, sharding).stream(tensors, max_host_memory=budget)
 
 
-@pytest.mark.parametrize("budget", [NBYTES // 2, 2 * NBYTES, 10 * NBYTES])
-@pytest.mark.parametrize("spec", [P(("x", "y")), P("x"), P()])
+@pytest.mark.parametrize(
+    ("spec", "budget"),
+    mostly_large(
+        [*itertools.product([P(("x", "y")), P("x"), P()], [NBYTES // 2, 2 * NBYTES, 10 * NBYTES])],
+        [(P(("x", "y")), NBYTES // 2), (P("x"), 10 * NBYTES), (P(), 2 * NBYTES)],
+    ),
+)
 def test_buffers_are_used_again_once_they_were_read(
     path: Path, values: dict[str, np.ndarray], mesh: Mesh, transfers: Transfers, spec: P, budget: int
 ) -> None:
@@ -237,7 +244,7 @@ def test_buffers_that_may_be_kept_are_never_written_again(
 NARROW = ["bool", "complex64", "int2", "int4", "uint4", "float4_e2m1fn", "float8_e4m3fn", "bfloat16"]
 
 
-@pytest.mark.parametrize("kind", ["device", "pinned_host"])
+@pytest.mark.parametrize("kind", mostly_large(["device", "pinned_host"], ["pinned_host"]))
 def test_shards_of_any_dtype_and_in_any_memory_come_in_pieces(mesh: Mesh, transfers: Transfers, kind: str) -> None:
     rng = np.random.default_rng(0)
     values = {name: rng.integers(0, 2, (64, 40)).astype(getattr(ml_dtypes, name, name)) for name in NARROW}

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 from tests.compile_events import compile_events
+from tests.large import mostly_large
 from tests.small import shard_small
 
 optax = pytest.importorskip("optax")
@@ -107,7 +108,7 @@ def test_a_state_on_the_host_is_saved_and_loaded_there(mesh8: Mesh, tmp_path: Pa
         assert found.sharding == expected.sharding and np.array_equal(found, expected)
 
 
-@pytest.mark.parametrize("spec", [P("model"), P()])
+@pytest.mark.parametrize("spec", mostly_large([P("model"), P()], [P("model")]))
 def test_what_is_made_loaded_saved_and_moved_is_the_same_in_either_memory(mesh8: Mesh, tmp_path: Path, spec: P) -> None:
     device = NamedSharding(mesh8, spec)
     abstract = lm.build_abstract(

@@ -15,6 +15,7 @@ from jax.extend.random import threefry2x32_p
 import lazymodel as lm
 from tests.compile_events import compile_events
 from tests.foreign_memory import foreign_memory
+from tests.large import mostly_large
 
 Model = lm.AbstractModel[Any]
 
@@ -60,7 +61,9 @@ def whole(abstract: Model) -> dict[str, Any]:
     return abstract.materialize()
 
 
-@pytest.mark.parametrize("placed", ["one device", "sharded", "memory of its own"])
+@pytest.mark.parametrize(
+    "placed", mostly_large(["one device", "sharded", "memory of its own"], ["sharded", "memory of its own"])
+)
 def test_stream_yields_what_materialize_makes(abstract: Model, whole: dict[str, Any], mesh8: Any, placed: str) -> None:
     if placed == "memory of its own":
         with foreign_memory():

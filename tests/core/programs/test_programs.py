@@ -16,6 +16,7 @@ from lazymodel.extras.research.fan_in_out import is_random, moments
 from tests.compile_events import compile_events
 from tests.core.materialize._variables import Recorder
 from tests.core.trace._eager import assert_same
+from tests.large import mostly_large
 
 I = jax.nn.initializers  # noqa: E741 (short, in a table)
 KEY = jax.random.key(11)
@@ -148,7 +149,7 @@ DISTRIBUTIONS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", mostly_large([jnp.float32, jnp.bfloat16], [jnp.bfloat16]))
 def test_moments_are_those_of_the_values_that_a_program_draws(dtype: Any) -> None:
     for name, initialize in DISTRIBUTIONS.items():
         if dtype == jnp.bfloat16 and name in ("orthogonal", "both"):

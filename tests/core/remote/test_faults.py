@@ -26,6 +26,7 @@ from safetensors.numpy import save, save_file
 
 import lazymodel as lm
 from tests.conftest import ROOT, child_environment
+from tests.large import mostly_large
 from tests.processes import free_address, printed, run_workers
 from tests.servers.object_server import ObjectServer
 from tests.servers.scripted import Asked, Reply, only, part, scripted
@@ -93,7 +94,11 @@ KINDS = ["503", "429", "500", "408", "reset", "reset-body", "truncate", "stall"]
 
 
 @pytest.mark.parametrize(
-    ("dialect", "kind"), [*itertools.product(["http", "gs"], KINDS), ("az", "503"), ("az", "truncate"), ("az", "stall")]
+    ("dialect", "kind"),
+    mostly_large(
+        [*itertools.product(["http", "gs", "az"], KINDS)],
+        [*(("http", kind) for kind in KINDS), ("gs", "503"), ("gs", "truncate"), ("az", "429")],
+    ),
 )
 def test_a_fault_that_passes_is_not_noticed(server: ObjectServer, dialect: str, kind: str) -> None:
     url = server.url("faults/one.safetensors") if dialect == "http" else f"{dialect}://faults/one.safetensors"
@@ -123,7 +128,7 @@ def test_one_request_in_twenty_fails(
     assert counted["bytes"] <= 1.15 * NBYTES
 
 
-@pytest.mark.parametrize(("status", "written"), [(429, "seconds"), (503, "date")])
+@pytest.mark.parametrize(("status", "written"), mostly_large([(429, "seconds"), (503, "date")], [(429, "seconds")]))
 def test_retry_after_is_honoured(status: int, written: str) -> None:
     """By all threads: nobody asks for bytes before the time that the server asked for is over."""
     opened = threading.Event()
@@ -198,7 +203,8 @@ def test_what_comes_on_a_connection_after_an_answer_is_no_error_of_the_next(then
     ("kind", "said"),
     [
         *(("503", "503"), ("429", "429"), ("500", "500"), ("reset", "broke off|cannot be reached")),
-        *(("truncate", "broke off"), ("stall", "stopped answering"), ("403", ""), ("404", "")),
+        *(("truncate", "broke off"), ("403", ""), ("404", "")),
+        pytest.param("stall", "stopped answering", marks=pytest.mark.large),
     ],
 )
 def test_what_stays_broken_is_one_error(server: ObjectServer, mesh8: Mesh, kind: str, said: str) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 
 import lazymodel as lm
+from tests.large import examples
 from tests.servers.object_server import ObjectServer
 from tests.small import make_small
 
@@ -50,8 +50,7 @@ def server(object_server: ObjectServer, folder: Path, monkeypatch: pytest.Monkey
     return object_server
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
+@examples(20, 60, data=st.data())
 def test_any_view_is_that_of_the_file(server: ObjectServer, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from([*VIEWED]))
     expected: Any = VIEWED[name]
@@ -66,8 +65,7 @@ def test_any_view_is_that_of_the_file(server: ObjectServer, data: st.DataObject)
             np.testing.assert_array_equal(view[box].astype(np.float64).read(), expected[box].astype(np.float64))
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
+@examples(4, 12, data=st.data())
 def test_each_byte_that_is_wanted_comes_once_and_few_others(
     server: ObjectServer, mesh8: Mesh, data: st.DataObject
 ) -> None:

@@ -26,16 +26,15 @@ from tests.command import problems
 from tests.core.save import _accidents
 from tests.core.save._accidents import ORBAX, WORLDS, Killed, everything
 from tests.core.save._places import NEW, NEXT, OLD, SHARDED, found, values
+from tests.large import mostly_large
 from tests.processes import printed, run_workers
 
 # What is killed, raised, refused by a full disk or by a broken one; and each way in which files are put in place.
 KILL, INTERRUPT, FAIL, FILL_DISK = _accidents.kill, _accidents.interrupt, _accidents.fail, _accidents.fill_disk
 SOME = [
-    *((KILL, name) for name in ("file over file", "sharded over single", "single over sharded")),
-    *((KILL, name) for name in ("sharded over sharded", "sharded over loose", "orbax over orbax without exchange")),
+    *((KILL, name) for name in ("file over file", "single over sharded", "sharded over loose")),
     *((accident, "sharded over sharded") for accident in (INTERRUPT, FAIL, FILL_DISK)),
     (INTERRUPT, "sharded into nothing"),
-    (FAIL, "hdf5 shards over hdf5 shards"),
     (FILL_DISK, "orbax over orbax"),
 ]
 
@@ -154,7 +153,10 @@ def kill_really(folder: Path, name: str, step: int) -> int:
     raise AssertionError
 
 
-@pytest.mark.parametrize(("name", "step"), [("sharded over sharded", 40), ("orbax over orbax", 50)])
+@pytest.mark.parametrize(
+    ("name", "step"),
+    mostly_large([("sharded over sharded", 40), ("orbax over orbax", 50)], [("sharded over sharded", 40)]),
+)
 def test_a_real_kill(folder: Path, name: str, step: int) -> None:
     assert kill_really(folder, name, step) >= 3
 

@@ -13,6 +13,7 @@ import pytest
 
 import lazymodel as lm
 from tests.core.save._places import FOLDERS, INDEX, SHARDED, Bucket, Disk, once
+from tests.large import mostly_large
 from tests.processes import free_address, printed, run_workers
 from tests.servers.object_server import ObjectServer
 from tests.small import make_small
@@ -98,7 +99,7 @@ def test_an_interrupt_and_an_error_of_ones_own_leave_what_was_there(place: Disk)
     assert not isinstance(place, Bucket) or place.server.counters()["open_uploads"] == []
 
 
-@pytest.mark.parametrize("world", FOLDERS)
+@pytest.mark.parametrize("world", mostly_large(FOLDERS, ["sharded", "single over sharded", "sharded over loose"]))
 def test_readers_see_the_old_or_the_new(place: Disk, world: str) -> None:
     """And who opened the old one before is not given the new one's values."""
     FOLDERS[world].make(place)

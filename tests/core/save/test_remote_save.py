@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import signal
@@ -18,6 +19,7 @@ import pytest
 
 import lazymodel as lm
 from tests.core.save._places import FOLDERS, INDEX, SHARDED, Bucket, once, placed
+from tests.large import mostly_large
 from tests.private_memory import private_nbytes
 from tests.processes import printed, run_workers
 from tests.servers.object_server import ObjectServer
@@ -28,7 +30,12 @@ WORKER = Path(__file__).with_name("_save_worker.py")
 WRITES = ["PUT", "POST", "DELETE"]
 PART = 4 << 10  # bytes, in stores that take such parts
 # Of one file alone, of one that becomes a shard, of shards, and of shards that get an index first.
-BRIEF = ("single over single", "single over sharded", "sharded", "sharded over loose")
+# Schemes, and options of saving.
+SOME = mostly_large(
+    [*itertools.product(("gs", "az"), ({}, SHARDED))],
+    [("gs", SHARDED), ("az", {})],
+)
+BRIEF = ("single over sharded", "sharded")
 
 
 @pytest.fixture
@@ -45,7 +52,7 @@ def bucket(buckets: dict[str, Bucket]) -> Bucket:
     return buckets["gs"]
 
 
-@pytest.mark.parametrize("dialect", ["gs", "az", "s3"])
+@pytest.mark.parametrize("dialect", mostly_large(["gs", "az", "s3"], ["gs", "s3"]))
 def test_what_is_saved_comes_back_bit_for_bit(
     dialect: str, buckets: dict[str, Bucket], s3: S3Server, mesh8: jax.sharding.Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,9 +145,7 @@ def test_places_that_cannot_be_written_to(url: str, words: str) -> None:
 # Failures -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "world", [name if name in BRIEF else pytest.param(name, marks=pytest.mark.large) for name in FOLDERS]
-)
+@pytest.mark.parametrize("world", mostly_large(FOLDERS, BRIEF))
 def test_whichever_request_fails_nothing_is_left_behind(bucket: Bucket, world: str) -> None:
     FOLDERS[world].make(bucket)
     bucket.put("foreign")
@@ -181,8 +186,7 @@ def test_whichever_request_fails_nothing_is_left_behind(bucket: Bucket, world: s
         assert "uploadId" not in failure
 
 
-@pytest.mark.parametrize("scheme", ["gs", "az"])
-@pytest.mark.parametrize("options", [{}, SHARDED])
+@pytest.mark.parametrize(("scheme", "options"), SOME)
 def test_a_store_that_fails_now_and_then_is_asked_again(
     buckets: dict[str, Bucket], scheme: str, options: dict[str, Any]
 ) -> None:
@@ -198,7 +202,7 @@ def test_a_store_that_fails_now_and_then_is_asked_again(
         assert len(bucket.objects()) == (4 if options else 1)
 
 
-@pytest.mark.parametrize("options", [{}, SHARDED])
+@pytest.mark.parametrize("options", mostly_large([{}, SHARDED], [{}]))
 def test_what_was_done_and_not_answered_is_done(bucket: Bucket, options: dict[str, Any]) -> None:
     """Each request's answer gets lost in turn, and what asks once more finds that an upload is no longer there."""
     bucket.save(1, **options)
@@ -276,8 +280,7 @@ def test_who_opens_while_shards_are_replaced_gets_the_new_ones(bucket: Bucket) -
     assert bucket.found() == 2
 
 
-@pytest.mark.parametrize("scheme", ["gs", "az"])
-@pytest.mark.parametrize("options", [{}, SHARDED])
+@pytest.mark.parametrize(("scheme", "options"), SOME)
 def test_of_two_savers_one_succeeds(buckets: dict[str, Bucket], scheme: str, options: dict[str, Any]) -> None:
     bucket = buckets[scheme]
     for old in (None, {}, SHARDED):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 import lazymodel as lm
 from tests.core.save import _accidents
+from tests.large import mostly_large
 
 ABSTRACT = lm.build_abstract(lambda: {"w": jnp.zeros((40, 5)), "b": jnp.zeros((7,)), "count": 0, "rate": 0.5})
 SHARDED: dict[str, Any] = {"max_shard_size": 500, "max_to_keep": 2}
@@ -37,9 +39,15 @@ def assert_step(folder: Path, expected: set[int]) -> int:
 
 
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize("accident", [_accidents.kill, _accidents.interrupt, _accidents.fill_disk])
-@pytest.mark.parametrize("options", [SHARDED, SHARDED | {"max_shard_size": "1GB"}], ids=["shards", "one file"])
-def test_an_accident_leaves_a_complete_step(folder: Path, accident: Any, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("size", "accident"),
+    mostly_large(
+        [*itertools.product((500, "1GB"), (_accidents.kill, _accidents.interrupt, _accidents.fill_disk))],
+        [(500, _accidents.fill_disk), ("1GB", _accidents.kill), ("1GB", _accidents.interrupt)],
+    ),
+)
+def test_an_accident_leaves_a_complete_step(folder: Path, accident: Any, size: Any) -> None:
+    options = SHARDED | {"max_shard_size": size}
     (folder / "template").mkdir()
     template, seen, count = folder / "template", set[int](), 0
     for step in (1, 2):

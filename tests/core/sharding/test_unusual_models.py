@@ -5,6 +5,7 @@ Bytes are counted in the compiled gradient of one layer, on eight devices along 
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -17,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 from tests.collectives import sent_nbytes
+from tests.large import mostly_large
 from tests.layers import Layer, built, latent_attention, mamba, peer, rwkv, vision
 from tests.small import shard_small
 
@@ -43,8 +45,13 @@ def sent(layer: Layer, mesh: Mesh, rules: Any) -> int:
     return sent_nbytes(jax.jit(gradient, out_shardings=shardings).lower(arrays, x).compile())
 
 
-@pytest.mark.parametrize("sizes", [(1, 8), (2, 4)], ids=["1x8", "2x4"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    mostly_large(
+        [*itertools.product(MODELS, [(1, 8), (2, 4)])],
+        [("rwkv", (2, 4)), ("latent attention", (2, 4)), ("peer", (1, 8)), ("vision", (1, 8))],
+    ),
+)
 def test_no_more_is_sent_than_with_the_better_split(name: str, sizes: tuple[int, int]) -> None:
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(sizes), ("data", "model"))
     assert 0 < sent(MODELS[name], mesh, lm.auto()) <= 1.1 * sent(MODELS[name], mesh, MODELS[name].rules)

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 
 import lazymodel as lm
+from tests.large import examples
 from tests.small import buffer_sizes
 
 BF16 = ml_dtypes.bfloat16
@@ -133,9 +133,13 @@ _INTEGERS = [np.bool_, np.int8, np.uint8, np.int16, np.int32, np.uint32, np.int6
 _FLOATS = [np.float16, np.float32, np.float64, BF16, F8, ml_dtypes.float8_e5m2, np.complex64]
 
 
-@settings(deadline=None, max_examples=200)
-@given(
-    st.sampled_from(_INTEGERS), st.sampled_from(_INTEGERS + _FLOATS), st.integers(-(2**70), 2**70), st.integers(0, 4)
+@examples(
+    40,
+    200,
+    stored=st.sampled_from(_INTEGERS),
+    wanted=st.sampled_from(_INTEGERS + _FLOATS),
+    number=st.integers(-(2**70), 2**70),
+    edge=st.integers(0, 4),
 )
 def test_what_is_not_refused_keeps_every_integer(stored: Any, wanted: Any, number: int, edge: int) -> None:
     """Whatever the dtypes: integers and booleans come back as they were, or there is an error."""

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 from safetensors.numpy import save_file
 
 import lazymodel as lm
 from lazymodel._tensors import byte_reader
+from tests.large import examples
 from tests.small import buffer_sizes
 
 SHAPE = (192, 2048)
@@ -129,8 +129,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error(written: bool, file: Pa
         model.shard(mesh8, {"w": PartitionSpec(None, "model")}).materialize(checkpoint)
 
 
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
+@examples(10, 60, data=st.data())
 def test_any_columns_are_numpys(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Of any shape, view, dtype and sharding, with short runs taken for long ones and little prepared at a time."""
     shapes = st.lists(st.sampled_from([1, 2, 6, 8, 16, 24]), min_size=2, max_size=4).map(tuple)

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 
 import lazymodel as lm
+from tests.large import examples
 from tests.private_memory import private_nbytes
 from tests.small import buffer_sizes
 
@@ -286,8 +286,7 @@ def chain_of_views(draw, array, tensor):
     return array, tensor
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.data())
+@examples(60, 200, data=st.data())
 def test_any_box_of_any_chain_of_views_is_numpys(tmp_path_factory, data):
     """Cast or not, in the usual buffers or in tiny ones, with maps of files or without."""
     draw = data.draw
@@ -317,8 +316,7 @@ def test_any_box_of_any_chain_of_views_is_numpys(tmp_path_factory, data):
             assert result.tobytes() == np.ascontiguousarray(expected[part]).tobytes()
 
 
-@settings(max_examples=20, deadline=None)
-@given(data=st.data())
+@examples(5, 20, data=st.data())
 def test_large_tensors_in_any_order_of_axes(tmp_path_factory, data):
     """Large enough for tiles, in which what is far apart in the file is written together."""
     shape = data.draw(st.lists(st.sampled_from([1, 3, 17, 133]), min_size=1, max_size=2))

@@ -12,6 +12,7 @@ import pytest
 
 import lazymodel as lm
 from tests.core.trace._eager import KEY, assert_eager, assert_same
+from tests.large import mostly_large
 
 Model = lm.AbstractModel[Any]
 
@@ -69,8 +70,7 @@ REDUCING: dict[str, Callable[[Any, int], Any]] = {
     "vmapped": lambda k, n: jax.vmap(lambda row: (row - row.mean()) / row.std())(normal(k, 16, n)),
 }
 IN_BRIEF = [
-    ("centered", 1), ("centered", 7), ("variance", 7), ("layer_norm", 100), ("gram", 128), ("cholesky", 16),
-    ("ball", 7), ("whitened_jit", 100), ("shared", 100), ("spectral", 16), ("half", 7),
+    ("centered", 1), ("layer_norm", 100), ("gram", 128), ("cholesky", 16), ("shared", 100), ("half", 7),
 ]  # fmt: skip
 
 
@@ -165,7 +165,9 @@ def initialized() -> tuple[Model, dict[str, jax.Array]]:
 
 
 # On one device; split into shards that fill vector registers, and into some of eight columns, which do not.
-@pytest.mark.parametrize("spec", [None, jax.P("model"), jax.P(None, "model")], ids=str)
+@pytest.mark.parametrize(
+    "spec", mostly_large([None, jax.P("model"), jax.P(None, "model")], [jax.P(None, "model")]), ids=str
+)
 def test_initializers_on_every_sharding(
     initialized: tuple[Model, dict[str, jax.Array]], mesh8: Any, spec: jax.P | None
 ) -> None:
@@ -254,7 +256,18 @@ KERNELS: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
-def test_what_kernels_are_given_and_where_they_run(mesh42: Any) -> None:
+@pytest.mark.parametrize(
+    "names",
+    mostly_large(
+        [
+            brief := ["thrice", "roots_of_two", "four_bits", "shards_added", "shards_of_four", "placed", "no_elements"],
+            [*KERNELS],
+        ],
+        [brief],
+    ),
+    ids=["brief", "all"],
+)
+def test_what_kernels_are_given_and_where_they_run(mesh42: Any, names: list[str]) -> None:
     """Over the devices that some of them name, in their order and in another one."""
     turned = jax.sharding.Mesh(mesh42.devices.ravel()[::-1], ("all",))
-    assert_eager(lambda key: {name: kernel(key) for name, kernel in KERNELS.items()}, mesh42, turned)
+    assert_eager(lambda key: {name: KERNELS[name](key) for name in names}, mesh42, turned)

@@ -180,10 +180,10 @@ def drawn(key: Any) -> Any:
     [
         (dtypes, KEY),
         (calls_loops_and_branches, KEY),
-        (different_constants, KEY),
-        (drawn, jax.random.PRNGKey(3)),
+        pytest.param(different_constants, KEY, marks=pytest.mark.large),
+        pytest.param(drawn, jax.random.PRNGKey(3), marks=pytest.mark.large),
         (drawn, jax.random.key(3, impl="rbg")),
-        (drawn, jax.random.key(3, impl="unsafe_rbg")),
+        pytest.param(drawn, jax.random.key(3, impl="unsafe_rbg"), marks=pytest.mark.large),
     ],
 )
 def test_values_are_those_of_eager_execution(init: Any, key: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ import pytest
 
 import lazymodel as lm
 from tests.core.trace._eager import assert_same
+from tests.large import examples
 
 KEY = jax.random.key(0)
 
@@ -248,8 +248,7 @@ LEAVES: list[Any] = [
 ]
 
 
-@hypothesis.settings(max_examples=25, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
-@hypothesis.given(st.recursive(st.sampled_from(LEAVES), lambda t: st.lists(t, max_size=3) | st.tuples(t, t)))
+@examples(6, 25, tree=st.recursive(st.sampled_from(LEAVES), lambda t: st.lists(t, max_size=3) | st.tuples(t, t)))
 def test_any_leaves_are_those_of_eager_execution(tree: Any) -> None:
     def init(key: Any) -> Any:
         return {"tree": jax.tree.map(lambda leaf: leaf(key), tree), "w": jnp.ones(3)}

@@ -219,7 +219,7 @@ def check(seed: int, mesh: Any) -> int:
     return len(expected)
 
 
-@pytest.mark.parametrize("seed", mostly_large([*range(8), 1269], (0, 1, 2, 1269)))
+@pytest.mark.parametrize("seed", mostly_large([*range(8), 1269], (0, 1)))
 def test_random_programs(seed: int, mesh8: Any) -> None:
     check(seed, mesh8)
 

@@ -18,6 +18,7 @@ import pytest
 
 import lazymodel as lm
 from tests.core.trace._eager import assert_eager, same_bytes
+from tests.large import mostly_large
 
 KEY = jax.random.key(3)
 
@@ -59,7 +60,9 @@ def compiled(key: Any) -> Any:
 INITS: list[Callable[..., Any]] = [sizes, a_float, a_branch, in_numpy, derivatives, compiled]
 
 
-@pytest.mark.parametrize("init", INITS, ids=lambda init: init.__name__)
+@pytest.mark.parametrize(
+    "init", mostly_large(INITS, [sizes, a_branch, in_numpy, compiled]), ids=lambda init: init.__name__
+)
 def test_constants_have_values(init: Callable[..., Any], mesh8: Any, tmp_path: Path) -> None:
     assert_eager(init, mesh8)
     abstract = lm.build_abstract(init, KEY)
@@ -69,7 +72,7 @@ def test_constants_have_values(init: Callable[..., Any], mesh8: Any, tmp_path: P
     assert jax.tree.all(jax.tree.map(same_bytes, restored, made))
 
 
-@pytest.mark.parametrize("in_mesh", [False, True])
+@pytest.mark.parametrize("in_mesh", mostly_large([False, True], [True]))
 def test_global_generators_are_drawn_from_once(mesh8: Any, in_mesh: bool) -> None:
     """An attempt that fails draws too, which is undone: the values, and what is drawn next, are those of eager code."""
 

@@ -17,6 +17,7 @@ import pytest
 import lazymodel as lm
 from tests.conftest import ROOT
 from tests.core.trace._eager import assert_same
+from tests.large import mostly_large
 from tests.small import shard_small
 
 optax = pytest.importorskip("optax")
@@ -64,7 +65,13 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name",
+    mostly_large(
+        OPTIMIZERS,
+        [name for name in OPTIMIZERS if name not in ("history", "adamw in bfloat16", "injected hyperparameters")],
+    ),
+)
 def test_state_equals_the_optimizers_own_wherever_shard_is_called(name: str, mesh8: Any) -> None:
     optimizer = OPTIMIZERS[name]
     before = abstract_model().shard(mesh8, RULES).with_optimizer(optimizer)
@@ -243,6 +250,7 @@ def test_what_cannot_be_is_said() -> None:
         abstract.with_optimizer(optax.GradientTransformation(needs_values, optax.identity().update))
 
 
+@pytest.mark.large
 def test_parameters_and_both_moments_take_three_times_the_parameters() -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "tests" / "benchmarks" / "adam_memory.py", "--mib", "96", "--json"],

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 from tests.collectives import sent_nbytes
+from tests.large import examples
 from tests.small import shard_small
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -287,8 +287,9 @@ def test_no_activation_gets_its_features_from_a_data_axis() -> None:
     expect({"token_embedding/embeddings": ((64, 32), P("model", "data"))}, both, names=names, large=1)
 
 
-@settings(max_examples=60, deadline=None)
-@given(
+@examples(
+    12,
+    60,
     paths=st.lists(
         st.tuples(
             st.sampled_from([*LAYER, "x", "moe/experts/up", "conv/kernel", "attn/qkv/kernel", "lm_head/weight"]),

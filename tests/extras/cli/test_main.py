@@ -373,6 +373,7 @@ def test_plan_of_weights_asks_for_what_describes_them(tmp_path, monkeypatch, cap
         assert f"error: {absent} does not exist" in capsys.readouterr().err
 
 
+@pytest.mark.large
 @needs_libtpu
 def test_plan_is_silent_where_jax_looks_for_a_tpu(factory):
     """With libtpu and without a TPU, JAX's search for devices prints lines of libtpu's unless it is told not to."""
@@ -454,6 +455,7 @@ def test_of_what_tensorflow_says_only_errors_are_shown_unless_the_log_is_asked_f
     assert os.environ["TF_CPP_MIN_LOG_LEVEL"] == (level or "1")
 
 
+@pytest.mark.large
 def test_a_command_that_imports_tensorflow_says_one_line():
     pytest.importorskip("keras_hub")
     names = ("TF_CPP_MIN_LOG_LEVEL", "JAX_PLATFORMS", "XLA_FLAGS")

@@ -32,6 +32,7 @@ from tests.core.checkpoints._formats import (
     torch_file,
     torch_tensor,
 )
+from tests.large import mostly_large
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch: pip install torch")
 DTYPES = (
@@ -107,7 +108,7 @@ def test_views_of_storages(tmp_path):
 
 
 @needs_torch
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("protocol", mostly_large([2, 3, 4, 5], [2, 5]))
 def test_names(tmp_path, protocol):
     import torch
 

@@ -20,6 +20,7 @@ import lazymodel as lm
 from lazymodel._tensors.buffers import Convert
 from tests.command import command
 from tests.core.checkpoints._formats import torch_file
+from tests.large import mostly_large
 from tests.private_memory import Peak
 from tests.quantized import FORMS, quantized, settings, write_folder
 
@@ -708,7 +709,10 @@ def test_merged_values_are_those_of_peft(name: str, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "name",
-    ["all linear", "rslora", "patterns", "layers", "embeddings", "head", "gpt2", "gpt2 unstated", "convolutions"],
+    mostly_large(
+        ["all linear", "rslora", "patterns", "layers", "embeddings", "head", "gpt2", "gpt2 unstated", "convolutions"],
+        ["rslora", "embeddings", "gpt2", "convolutions"],
+    ),
 )
 def test_pairs_that_a_model_had_are_loaded_by_peft(name: str, tmp_path: Path) -> None:
     model, before = tuned_by_peft(name, tmp_path / "theirs")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import lazymodel as lm
+from tests.large import mostly_large
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 TEXT = SIZES | {"num_key_value_heads": 2, "vocab_size": 64}
@@ -121,8 +122,11 @@ def tuned(build: Callable[[], Any], options: dict[str, Any], folder: Path, size:
     return peft.PeftModel.from_pretrained(base, folder / "adapter").eval()
 
 
+SOME = ("qwen3-moe", "gpt-oss", "shared adapted", "head saved", "t5's head", "embedding, tied", "tokens of both")
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", LANGUAGE)
+@pytest.mark.parametrize("name", mostly_large(LANGUAGE, SOME))
 def test_logits_are_those_of_the_model_that_was_trained(name: str, tmp_path: Path) -> None:
     build, options, warning = LANGUAGE[name]
     trained = tuned(build, options, tmp_path)
@@ -147,7 +151,7 @@ def test_logits_are_those_of_the_model_that_was_trained(name: str, tmp_path: Pat
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", mostly_large(OTHERS, ["llava", "resized with tokens", "vit", "resized and tied"]))
 def test_files_are_those_that_peft_merges(name: str, tmp_path: Path) -> None:
     trained = tuned(*OTHERS[name], tmp_path, 70 if "resized" in name else None)
     merged = lm.merge(lm.open_checkpoint(tmp_path / "base"), lm.open_adapter(tmp_path / "adapter"))

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
+from tests.large import examples, mostly_large
 
 RNG = np.random.default_rng(5)
 LAYERS, MODEL, HEADS, DIM, RANK = 3, 16, 4, 8, 4
@@ -120,9 +120,10 @@ CASES: dict[str, tuple[dict[str, tuple[int, int]], list[str], lm.From, Shapes, s
         {"w": (24, MODEL + 8), "w_lora_a": (24, 2 * RANK), "w_lora_b": (2 * RANK, MODEL + 8)}, "ir,ro->io",
     ),
 }  # fmt: skip
+SOME = ("transposed", "heads of stacked layers, not all adapted", "inputs in heads", "joined, with the rank of both")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly_large(CASES, SOME))
 def test_a_pair_goes_where_its_base_goes_and_comes_back(name: str, tmp_path: Path, mesh8: Any) -> None:
     shapes, adapted, entry, variables, product = CASES[name]
     base = {f"{module}.weight": random(*shape) for module, shape in shapes.items()}
@@ -292,8 +293,7 @@ def groupings(draw: Any) -> list[list[str]]:
     return draw(st.permutations(kernel))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-@given(kernel=groupings(), layers=st.integers(0, 2), axis=st.integers(0, 5), data=st.data())
+@examples(3, 25, kernel=groupings(), layers=st.integers(0, 2), axis=st.integers(0, 5), data=st.data())
 def test_any_order_of_axes(
     kernel: list[list[str]], layers: int, axis: int, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -71,8 +71,7 @@ def estimated(abstract: lm.AbstractModel, **options: Any) -> int:
     return plan.parts["activations"]
 
 
-@pytest.mark.parametrize("scanned", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("scanned", "dtype"), [(False, "float32"), (True, "bfloat16")])
 def test_by_hand(scanned: bool, dtype: str) -> None:
     abstract, n = model(scanned=scanned, dtype=dtype), jnp.dtype(dtype).itemsize
     layer = n * (ATTENTION + MLP)

@@ -82,6 +82,7 @@ def test_a_plan_asks_the_compiler_of_a_step_jitted_or_not(mesh8: jax.sharding.Me
         sharded.plan(what_if=lm.WhatIf(lora_rank=2), compile=lm.Compile(step, x))
 
 
+@pytest.mark.large
 def test_a_later_process_finds_the_program_in_the_persistent_cache(tmp_path: Path) -> None:
     code = """if True:
         import sys, jax, lazymodel as lm

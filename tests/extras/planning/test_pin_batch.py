@@ -94,7 +94,7 @@ def _abstract(mesh: Mesh, *, stacked: bool) -> lm.AbstractModel[Any]:
             for axes, remat in (({"data": 8}, False), ({"fsdp": 4, "model": 2}, True))
             for stacked in (False, True)
         ],
-        [({"data": 8}, False, False), ({"fsdp": 4, "model": 2}, True, True)],
+        [({"fsdp": 4, "model": 2}, True, True)],
     ),
 )
 def test_a_step_is_as_one_that_is_pinned_by_hand(
@@ -220,7 +220,7 @@ def test_what_is_not_followed_is_in_the_log(caplog: pytest.LogCaptureFixture) ->
     assert found == [] and "cholesky" in caplog.text
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["state", "parts"])
+@pytest.mark.parametrize("whole", mostly_large([True, False], [True]), ids=["state", "parts"])
 def test_optimizers_are_no_batch(whole: bool) -> None:
     mesh, optimizer = _mesh(fsdp=8), optax.adam(0.1)
     abstract = _abstract(mesh, stacked=False).with_optimizer(optimizer)
@@ -330,6 +330,7 @@ def test_a_plan_counts_the_step_in_which_the_batch_stays_split() -> None:
     assert lines == ["lm.pin_batch(masked, abstract, batch={…})"]
 
 
+@pytest.mark.large
 def test_two_processes(tmp_path: Path) -> None:
     address = free_address()
     arguments = [(process, address) for process in range(2)]

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import lazymodel as lm
 from lazymodel._programs import programs
 from tests.conftest import needs_libtpu
+from tests.large import mostly_large
 
 GIB = 2**30
 PACKED = {"int4": 2, "uint4": 2, "float4_e2m1fn": 2, "int2": 4, "uint2": 4}  # dtype → elements in a byte
@@ -59,7 +60,7 @@ KINDS = [
 
 
 @needs_libtpu
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("dtype", mostly_large(["float32", "bfloat16", "int8", "int4"], ["bfloat16", "int4"]))
 def test_one_device_has_the_compilers_bytes(dtype: str) -> None:
     check(model({str(place): (shape, dtype) for place, shape in enumerate(KINDS)}, lm.topology("v5e-1")))
 

@@ -19,6 +19,7 @@ import lazymodel as lm
 from lazymodel._tensors.buffers import Convert
 from lazymodel.checkpoints import SafetensorsFile
 from tests import quantized
+from tests.large import examples
 from tests.quantized import FORMS, Tensors, same, write_folder
 from tests.small import buffer_sizes
 
@@ -63,8 +64,7 @@ def test_is_the_plain_checkpoint(form: str, checkpoints: Any) -> None:
 SPECS = [P("x", "y"), P("x"), P(None, "y"), P(None, ("x", "y"))]
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
+@examples(1, 6, data=st.data())
 @pytest.mark.parametrize("form", CASES)
 def test_any_box(form: str, checkpoints: Any, data: st.DataObject) -> None:
     """Read alone, in little memory or much, and as shards that are read together."""

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
@@ -21,6 +20,7 @@ from tests import gguf_files
 from tests.command import problems
 from tests.core.checkpoints._formats import refused
 from tests.gguf_files import PLAIN, QUANTIZED, Stored, columns, fields, gguf_file, random_tensor, split_files
+from tests.large import examples
 from tests.quantized import same
 from tests.small import buffer_sizes
 
@@ -62,8 +62,7 @@ def test_every_type_is_what_the_package_decodes(model: Any) -> None:
         same(checkpoint[name].read(), expected)
 
 
-@settings(max_examples=80, deadline=None)
-@given(data=st.data())
+@examples(15, 80, data=st.data())
 def test_any_box(model: Any, data: st.DataObject) -> None:
     """Transposed and converted or not: read alone, in little memory or much, and as shards that are read together."""
     checkpoint, tensors = model

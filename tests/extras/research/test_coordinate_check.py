@@ -78,7 +78,9 @@ def check(use_mup: bool, tx: Any) -> lm.CoordinateCheck:
     return lm.coordinate_check(make, WIDTHS, step)
 
 
-@pytest.mark.parametrize("tx", [optax.adam(0.01), optax.sgd(0.1)], ids=["adam", "sgd"])
+@pytest.mark.parametrize(
+    "tx", [optax.adam(0.01), pytest.param(optax.sgd(0.1), marks=pytest.mark.large)], ids=["adam", "sgd"]
+)
 def test_mup_passes_where_standard_parametrization_does_not(tx: Any) -> None:
     flat, standard = check(True, tx), check(False, tx)
     assert flat.growing() == {}, flat

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lazymodel as lm
+from tests.large import mostly_large
 
 P = jax.P
 SIZE, HIDDEN = 16, 24
@@ -80,7 +81,9 @@ LAYERS = "layers/{layer}/{rest...}"
 ADDED = ["layers/{layer}/attention/out", "layers/{layer}/mlp/down"]
 
 
-@pytest.mark.parametrize("method", ["stack", "interleave", [0, 0, 1, 2, 2, 0, 1, 2]])
+@pytest.mark.parametrize(
+    "method", mostly_large(["stack", "interleave", [0, 0, 1, 2, 2, 0, 1, 2]], ["interleave", [0, 0, 1, 2, 2, 0, 1, 2]])
+)
 def test_deeper_with_zero_outputs_is_the_same_function_bit_for_bit(
     method: Any, small: Any, checkpoint: Any, mesh8: Any
 ) -> None:
@@ -132,7 +135,9 @@ INCOMING = {"layers/{layer}/mlp/up": -1, "layers/{layer}/mlp/up_bias": 0}
 OUTGOING = {"layers/{layer}/mlp/down": 0}
 
 
-@pytest.mark.parametrize(("units", "uneven"), [(48, 0.0), (64, 0.0), (32, 0.0), (64, 0.75), (24, 0.0)])
+@pytest.mark.parametrize(
+    ("units", "uneven"), mostly_large([(48, 0.0), (64, 0.0), (32, 0.0), (64, 0.75), (24, 0.0)], [(48, 0.0), (64, 0.75)])
+)
 def test_wider_is_the_same_function(units: int, uneven: float, small: Any, checkpoint: Any, mesh8: Any) -> None:
     grown = lm.grow.width(checkpoint, units, incoming=INCOMING, outgoing=OUTGOING, uneven=uneven)
     assert checkpoint.bytes_read == 0

@@ -15,6 +15,7 @@ import pytest
 
 import lazymodel as lm
 from tests.compile_events import compile_events
+from tests.large import mostly_large
 
 P = jax.P
 
@@ -34,7 +35,13 @@ def check(found: Any, values: np.ndarray, matrix: np.ndarray | None = None) -> N
         assert found.spectral_norm == pytest.approx(np.linalg.norm(matrix.astype(np.float64), 2), rel=2e-3)
 
 
-@pytest.mark.parametrize("spec", [P(), P("batch"), P(None, "model"), P("batch", "model"), P(("model", "batch"))])
+@pytest.mark.parametrize(
+    "spec",
+    mostly_large(
+        [P(), P("batch"), P(None, "model"), P("batch", "model"), P(("model", "batch"))],
+        [P(), P("batch", "model"), P(("model", "batch"))],
+    ),
+)
 def test_values_are_numpys_on_every_sharding(spec: Any, mesh42: Any) -> None:
     values = random((64, 96))
     placed = jax.device_put(values, jax.NamedSharding(mesh42, spec))
@@ -154,7 +161,13 @@ def test_numbers_of_every_size(size: float, place: Any) -> None:
     np.testing.assert_allclose([found.mean, found.std, found.spectral_norm], expected, 2e-3)
 
 
-@pytest.mark.parametrize("dtype", ["bool", "int4", "int8", "uint8", "int16", "int32", "uint32", "int64", "uint64"])
+@pytest.mark.parametrize(
+    "dtype",
+    mostly_large(
+        ["bool", "int4", "int8", "uint8", "int16", "int32", "uint32", "int64", "uint64"],
+        ["bool", "int4", "int64", "uint64"],
+    ),
+)
 def test_ends_of_integers_are_exact(dtype: str) -> None:
     ends = (0, 1) if dtype == "bool" else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
     values = np.array(ends, dtype)

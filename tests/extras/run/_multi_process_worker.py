@@ -22,7 +22,7 @@ from tests.core.materialize._variables import bytes_read
 from tests.extras.run.models import decoder, forward, norms_of, scanned, tokens
 from tests.processes import join
 
-PROCESSES, LAYERS = 2, 4
+PROCESSES, LAYERS = 2, 2
 RULES = {"embedding": P("model"), ".*(qkv|up)": P(None, "model"), ".*(out|down)": P("model"), ".*": P()}
 
 

@@ -19,6 +19,7 @@ from tests.processes import free_address, printed, run_workers
 WORKER = Path(__file__).with_name("_multi_process_worker.py")
 
 
+@pytest.mark.large
 @pytest.mark.timeout(90)
 def test_processes(tmp_path: Path) -> None:
     abstract = lm.build_abstract(decoder(LAYERS), jax.random.key(0))

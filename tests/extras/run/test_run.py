@@ -147,8 +147,10 @@ FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "branches": lambda model, tokens: [forward(model, tokens), forward(model, tokens[::-1]).sum()],
 }
 
+LONG = ("a jitted function", "custom_vjp", "vmap", "bfloat16", "reductions", "value_and_grad")
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+
+@pytest.mark.parametrize("name", mostly_large(FUNCTIONS, [name for name in FUNCTIONS if name not in LONG]))
 def test_equals_the_whole(listed: Any, name: str) -> None:
     if name in ("static results", "only constants"):
         found, _ = ran(listed, FUNCTIONS[name], tokens())
@@ -204,7 +206,7 @@ SCANS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SCANS)
+@pytest.mark.parametrize("name", mostly_large(SCANS, [name for name in SCANS if name not in ("norms", "picked")]))
 def test_scans_equal_the_whole(stacked: Any, name: str) -> None:
     tolerance = 2e-2 if name == "bfloat16" else 1e-5
     found, _ = ran(stacked, SCANS[name], tokens())
@@ -268,12 +270,9 @@ def test_scans_over_keys_constants_and_nothing(tmp_path: Any) -> None:
 
 OF_EACH = ("or", "and", "xor", "sum", "prod", "max", "min")
 DTYPES = "bool int4 int8 uint8 int16 int32 uint32 float8_e4m3fn float8_e5m2 float16 bfloat16 float32 complex64"
-SOME = "bool int4 int8 bfloat16 float32 complex64"
 
 
-@pytest.mark.parametrize(
-    "dtype", mostly_large(DTYPES.split(), ["bool", "int4", "int8", "bfloat16", "float32", "complex64"])
-)
+@pytest.mark.parametrize("dtype", mostly_large(DTYPES.split(), ["bool", "int4", "bfloat16"]))
 def test_reductions_of_scans_in_every_dtype(dtype: str) -> None:
     weights = np.random.default_rng(0).integers(0, 7, (4, 6, 8)).astype(jnp.dtype(dtype))
     abstract = lm.build_abstract(lambda: {"w": jnp.zeros(weights.shape, dtype), "x": jnp.zeros(2)})
@@ -332,13 +331,13 @@ def test_64_bits() -> None:
 
 def test_programs_do_not_grow_with_depth() -> None:
     counts = []
-    for layers in (8, 32):
+    for layers in (6, 12):
         abstract = lm.build_abstract(decoder(layers), jax.random.key(0))
         reports = [ran(abstract, forward, tokens())[1], ran(abstract, dropped, tokens(), jax.random.key(1))[1]]
-        if layers == 8:
+        if layers == 6:
             fewer = lm.build_abstract(decoder(4), jax.random.key(0))
             norms = [ran(each, norms_of(forward), tokens())[1] for each in (fewer, abstract)]
-            assert len(norms[0].rows) == len(norms[1].rows) <= 8 and norms[1].calls > 16
+            assert len(norms[0].rows) == len(norms[1].rows) <= 8 and norms[1].calls > 12
         of_layers = lm.build_abstract(decoder(layers, stacked=True), jax.random.key(0))
         reports.append(ran(of_layers, scanned, tokens())[1])
         assert min(report.calls for report in reports) >= layers

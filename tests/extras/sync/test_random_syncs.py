@@ -85,7 +85,7 @@ def check(seed: int) -> None:
     assert np.array_equal(expected.view(bits)[~nan], found.view(bits)[~nan]), case.source
 
 
-@pytest.mark.parametrize("seed", mostly_large(range(24), range(8)))
+@pytest.mark.parametrize("seed", mostly_large(range(24), range(2)))
 def test_random_syncs(seed: int) -> None:
     check(seed)
 

@@ -19,10 +19,11 @@ from jax.sharding import PartitionSpec as P
 import lazymodel as lm
 from tests.compile_events import compile_events
 from tests.core.trace._eager import random_spec
+from tests.large import mostly_large
 from tests.processes import free_address, printed, run_workers
 
 FLOAT, HALF = np.dtype("float32"), np.dtype(ml_dtypes.bfloat16)
-LAYERS, SIZE, HEADS, DIM = 4, 48, 8, 6
+LAYERS, SIZE, HEADS, DIM = 2, 48, 8, 6
 
 TRAINER: dict[str, tuple[int, ...]] = {"embed": (96, SIZE), "norm": (SIZE,)}
 for _layer in range(LAYERS):
@@ -128,17 +129,24 @@ def sent(compiled: Any) -> int:
 
 @pytest.mark.parametrize(
     ("there", "before", "after", "dtype"),
-    [
-        ("same", P("data"), P(None, "model"), FLOAT),
-        ("same", P("data"), P(None, "model"), HALF),
-        ("flat", P("data"), P(None, "model"), FLOAT),
-        ("trainer", P(None, "data"), P("data"), HALF),
-        ("turned", P("data"), P(None, "model"), FLOAT),
-        ("four", P("data"), P("model"), HALF),
-        ("high", P("data"), P(None, "model"), FLOAT),
-        ("same", P(), P("model", "data"), HALF),
-        ("same", P("data"), P(), FLOAT),
-    ],
+    mostly_large(
+        [
+            ("same", P("data"), P(None, "model"), FLOAT),
+            ("same", P("data"), P(None, "model"), HALF),
+            ("flat", P("data"), P(None, "model"), FLOAT),
+            ("trainer", P(None, "data"), P("data"), HALF),
+            ("turned", P("data"), P(None, "model"), FLOAT),
+            ("four", P("data"), P("model"), HALF),
+            ("high", P("data"), P(None, "model"), FLOAT),
+            ("same", P(), P("model", "data"), HALF),
+            ("same", P("data"), P(), FLOAT),
+        ],
+        [
+            ("same", P("data"), P(None, "model"), FLOAT),
+            ("four", P("data"), P("model"), HALF),
+            ("same", P("data"), P(), FLOAT),
+        ],
+    ),
 )
 def test_plain_moves(meshes: dict[str, Mesh], there: str, before: P, after: P, dtype: Any) -> None:
     shapes = {f"layers/{n}/up": (64, 32) for n in range(2)}
@@ -157,7 +165,12 @@ def test_plain_moves(meshes: dict[str, Mesh], there: str, before: P, after: P, d
         assert sent(sync.compiled[0]) == sync.moved_nbytes
 
 
-@pytest.mark.parametrize(("here", "there"), [("same", "flat"), ("trainer", "low"), ("low", "high"), ("four", "same")])
+@pytest.mark.parametrize(
+    ("here", "there"),
+    mostly_large(
+        [("same", "flat"), ("trainer", "low"), ("low", "high"), ("four", "same")], [("low", "high"), ("four", "same")]
+    ),
+)
 def test_tables_are_computed_on_the_way(meshes: dict[str, Mesh], here: str, there: str) -> None:
     rows, columns = ("data", "model") if here != "trainer" else (None, "data")
     trainer = model(TRAINER, FLOAT, meshes[here], {".*": P(rows, columns)})
@@ -185,7 +198,7 @@ VIEWS: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", mostly_large(range(6), range(2)))
 def test_random_views(seed: int, meshes: dict[str, Mesh]) -> None:
     rng, specs = np.random.default_rng(seed), random.Random(seed)
     six = Mesh(np.array(jax.devices()[1:7]).reshape(2, 3), ("data", "model"))

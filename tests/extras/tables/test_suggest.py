@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 import lazymodel as lm
 from lazymodel import From, WeightMap
+from tests.large import examples
 
 LAYERS, WORDS, SIZE, HIDDEN, HEADS, GROUPS, DIM, EXPERTS = 12, 64, 24, 40, 4, 2, 8, 3
 
@@ -237,7 +237,7 @@ print(lm.WeightMap.suggest({name: np.zeros(8, "float32") for name in theirs}, ab
 
 
 def test_names_that_fit_equally_well_get_the_same_table_in_every_process() -> None:
-    environments = [os.environ | {"PYTHONHASHSEED": str(seed)} for seed in range(3)]
+    environments = [os.environ | {"PYTHONHASHSEED": str(seed)} for seed in range(2)]
     command = [sys.executable, "-c", ALIKE]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=each) for each in environments]
     tables = {process.communicate(timeout=120)[0] for process in running}
@@ -274,8 +274,7 @@ def test_leading_axes_of_size_1(stored: tuple[int, ...], own: tuple[int, ...], s
 SHAPES = st.dictionaries(NAMES, st.lists(st.integers(0, 4), max_size=3).map(tuple), max_size=8)
 
 
-@settings(max_examples=25, deadline=None)
-@given(SHAPES, SHAPES)
+@examples(8, 25, theirs=SHAPES, ours=SHAPES)
 def test_any_names_make_a_table_or_none(theirs: dict[str, tuple[int, ...]], ours: dict[str, tuple[int, ...]]) -> None:
     checkpoint, abstract = tensors(theirs), model_of(ours)
     found = WeightMap.suggest(checkpoint, abstract)

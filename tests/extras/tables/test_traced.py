@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 
 import lazymodel as lm
+from tests.large import mostly_large
 from tests.trees import named
 
 Tensors = dict[str, Any]
@@ -41,7 +42,9 @@ CONVERTERS: dict[str, Callable[[Tensors], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CONVERTERS)
+@pytest.mark.parametrize(
+    "name", mostly_large(CONVERTERS, ["parts", "heads", "inner", "cast", "repeated", "joined", "cuts"])
+)
 def test_equals_the_function_of_arrays(name: str, tmp_path: Path, mesh8: Mesh) -> None:
     save_file(tensors(), tmp_path / "model.safetensors")
     convert = jax.jit(CONVERTERS[name])
