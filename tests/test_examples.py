@@ -108,6 +108,7 @@ def test_flax_from_huggingface_is_what_keras_hub_computes(capsys: pytest.Capture
     assert 0 < np.abs(ours - theirs).max() < 1e-5
 
 
+@pytest.mark.large
 @pytest.mark.usefixtures("here")
 def test_grow_model(capsys: pytest.CaptureFixture[str]) -> None:
     importlib.import_module("grow_model").main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 from tests.core import _states_worker
+from tests.large import mostly_large
 from tests.processes import free_address, printed, run_workers
 from tests.resuming import assert_same_values
 
@@ -67,8 +69,13 @@ def moved_apart(state: Any) -> Any:
     return jax.tree.unflatten(treedef, [(leaf * 2 + number).astype(leaf.dtype) for number, leaf in enumerate(leaves)])
 
 
-@pytest.mark.parametrize("form", ["safetensors", "orbax"])
-@pytest.mark.parametrize("build", [networks, averaged, lookahead])
+@pytest.mark.parametrize(
+    ("build", "form"),
+    mostly_large(
+        [*itertools.product([networks, averaged, lookahead], ["safetensors", "orbax"])],
+        [(networks, "orbax"), (averaged, "safetensors"), (lookahead, "orbax")],
+    ),
+)
 def test_leaves_move_apart_and_come_back(
     tmp_path: Path, mesh8: Mesh, mesh42: Mesh, build: Callable[..., Any], form: str
 ) -> None:
@@ -96,6 +103,7 @@ def test_an_older_checkpoint_without_averages_fills_both(tmp_path: Path) -> None
     assert reports[0].filled == {f"ema/{name}": f"params/{name}" for name in ("b", "q", "w")}
 
 
+@pytest.mark.large
 def test_two_processes(tmp_path: Path) -> None:
     address = free_address()
     arguments = [(process, address, tmp_path / "steps") for process in range(2)]
@@ -137,7 +145,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", mostly_large(OPTIMIZERS, ["named_chain", "lbfgs", "dict", "dataclass", "monitor"]))
 def test_optimizers(tmp_path: Path, mesh8: Mesh, mesh42: Mesh, name: str) -> None:
     abstract = lm.build_abstract(init, jax.random.key(0)).with_optimizer(OPTIMIZERS[name]())
     trained = abstract.shard(mesh8, lm.auto()).materialize()

@@ -185,7 +185,7 @@ SPECS = [
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("axes", [(0, 1, 2), (2, 0, 1)], ids=["stored", "transposed"])
-@pytest.mark.parametrize("shape", [(24, 40, 16), (200, 72, 8)], ids=str)
+@pytest.mark.parametrize("shape", [(24, 40, 16), pytest.param((200, 72, 8), marks=pytest.mark.large)], ids=str)
 def test_parts_become_the_array(
     shape: tuple[int, ...], axes: tuple[int, ...], spec: P, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,7 +135,16 @@ def initial_value(abstract: Model, name: str) -> lm.LazyTensor:
 
 
 # Bands of whole rows, of a part of one, and of a part of an inner axis; of one element for each counter, and more.
-@pytest.mark.parametrize("shape", [(1030, 272), (2, 2**18 + 48), (2, 3, 2**17 + 16), (40,), (5, 16), (3, 4, 48)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1030, 272),
+        pytest.param((2, 2**18 + 48), marks=pytest.mark.large),
+        pytest.param((2, 3, 2**17 + 16), marks=pytest.mark.large),
+        (40,),
+        (3, 4, 48),
+    ],
+)
 def test_any_slice_of_a_lazy_initial_value(shape: tuple[int, ...]) -> None:
     tensor = initial_value(lm.build_abstract(lambda key: {"w": jax.random.uniform(key, shape)}, jax.random.key(0)), "w")
     expected = np.asarray(jax.random.uniform(jax.random.key(0), shape))

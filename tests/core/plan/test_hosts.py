@@ -144,6 +144,7 @@ def test_the_group_is_in_the_peak_where_it_is_exchanged(tmp_path: Path, monkeypa
             wrong(replicas="once")
 
 
+@pytest.mark.large
 @needs_libtpu
 def test_the_compiler_counts_them_apart_as_well() -> None:
     mesh = lm.topology("v5e:2x4")

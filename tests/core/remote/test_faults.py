@@ -113,7 +113,9 @@ def test_a_fault_that_passes_is_not_noticed(server: ObjectServer, dialect: str, 
     assert counted["bytes"] <= 1.55 * WEIGHTS["w0"].nbytes
 
 
-@pytest.mark.parametrize("spec", [("model",), (None, "model"), ()])
+@pytest.mark.parametrize(
+    "spec", [(None, "model"), *(pytest.param(spec, marks=pytest.mark.large) for spec in (("model",), ()))]
+)
 def test_one_request_in_twenty_fails(
     server: ObjectServer, mesh8: Mesh, spec: tuple[str | None, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

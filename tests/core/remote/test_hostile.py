@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import save
 
 import lazymodel as lm
+from tests.large import mostly_large
 from tests.processes import printed, run_workers
 from tests.servers.lying import lying
 from tests.servers.object_server import ObjectServer
@@ -75,7 +76,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("mode", HOSTILE)
+@pytest.mark.parametrize("mode", mostly_large(HOSTILE, [mode for mode in HOSTILE if mode != "drip"]))
 def test_a_hostile_answer_is_one_error_and_a_harmless_one_is_read(server: ObjectServer, mode: str) -> None:
     path = "hostile/w.safetensors"
     server.hostile(path, mode, **({"location": server.url(path)} if mode == "redirect" else {}))

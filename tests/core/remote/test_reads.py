@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 
 import lazymodel as lm
-from tests.large import examples
+from tests.large import examples, mostly_large
 from tests.servers.object_server import ObjectServer
 from tests.small import make_small
 
@@ -129,8 +130,13 @@ def test_far_ranges_are_asked_for_alone_and_near_ones_together(server: ObjectSer
         assert server.counters()["requests"] == 1
 
 
-@pytest.mark.parametrize("max_host_memory", ["100KiB", "64MiB"])
-@pytest.mark.parametrize("spec", [("model",), (None, "model"), ()])
+@pytest.mark.parametrize(
+    ("spec", "max_host_memory"),
+    mostly_large(
+        [*itertools.product([("model",), (None, "model"), ()], ["100KiB", "64MiB"])],
+        [(("model",), "64MiB"), ((None, "model"), "100KiB")],
+    ),
+)
 def test_tied_tensors_and_little_memory(
     server: ObjectServer, mesh8: Mesh, spec: tuple[str | None, ...], max_host_memory: str
 ) -> None:

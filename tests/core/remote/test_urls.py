@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import importlib.util
+import itertools
 import logging
 import select
 import shutil
@@ -229,8 +230,10 @@ def tree(_object_server: ObjectServer) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("page_size", [1, 1000])
-@pytest.mark.parametrize("dialect", ["gs", "az"])
+@pytest.mark.parametrize(
+    ("dialect", "page_size"),
+    mostly_large([*itertools.product(["gs", "az"], [1, 1000])], [("gs", 1), ("az", 1000)]),
+)
 def test_folders_of_buckets_are_those_of_disks(
     object_server: ObjectServer, tree: Path, dialect: str, page_size: int
 ) -> None:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 
 import lazymodel as lm
-from tests.large import examples
+from tests.large import examples, mostly_large
 from tests.small import buffer_sizes
 
 BF16 = ml_dtypes.bfloat16
@@ -98,7 +98,7 @@ def test_a_cast_that_keeps_is_numpys(stored: Any, wanted: Any, tmp_path: Path) -
         (2**63 - 1, np.int64, jnp.float32),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", mostly_large([False, True], [True]))
 def test_integers_that_do_not_fit(
     value: int, stored: Any, wanted: Any, sharded: bool, tmp_path: Path, mesh8: Mesh
 ) -> None:

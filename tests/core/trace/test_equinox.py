@@ -51,6 +51,7 @@ class Model(eqx.Module):
         return self.mlp(self.norm(x))
 
 
+@pytest.mark.large
 def test_a_module_with_static_fields_over_eight_devices(mesh8: Any) -> None:
     abstract = lm.build_abstract(Model, 64, 3, key=jax.random.key(1))
     assert "layers/2/weight" in abstract and not any("name" in path or "scale" in path for path in abstract)

@@ -13,6 +13,7 @@ import pytest
 
 import lazymodel as lm
 from tests.core.trace._eager import same_bytes as same
+from tests.large import mostly_large
 from tests.trees import named
 
 I = jax.nn.initializers  # noqa: E741 (short, in a long table)
@@ -49,8 +50,14 @@ def test_path_key_is_the_documented_formula() -> None:
 
 @pytest.mark.parametrize(
     "initializer",
-    [I.normal(0.02), I.lecun_uniform(), I.orthogonal(0.5), I.zeros, I.constant(0.3), I.truncated_normal(0.1)],
-    ids=["normal", "lecun_uniform", "orthogonal", "zeros", "constant", "truncated_normal"],
+    [
+        pytest.param(I.normal(0.02), id="normal"),
+        pytest.param(I.lecun_uniform(), id="lecun_uniform", marks=pytest.mark.large),
+        pytest.param(I.orthogonal(0.5), id="orthogonal", marks=pytest.mark.large),
+        pytest.param(I.zeros, id="zeros"),
+        pytest.param(I.constant(0.3), id="constant", marks=pytest.mark.large),
+        pytest.param(I.truncated_normal(0.1), id="truncated_normal", marks=pytest.mark.large),
+    ],
 )
 def test_equals_the_eager_initializer_on_a_mesh(initializer: Any, mesh8: Any) -> None:
     original = build().shard(mesh8, {r".*/(kernel|out)": jax.P("model"), ".*": jax.P()})
@@ -224,7 +231,7 @@ def test_schemes() -> None:
     np.testing.assert_allclose(readout.astype(np.float32), expected, rtol=0.02)
 
 
-@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize("axis", mostly_large([0, 1, -1], [-1]))
 def test_stacked_layers_are_initialized_one_by_one(axis: int, mesh8: Any) -> None:
     shape = [16, 24]
     shape.insert(axis % 3, 8)

@@ -306,6 +306,7 @@ print("compiled")
 """
 
 
+@pytest.mark.large
 @needs_libtpu
 def test_two_processes_at_a_time_and_nothing_on_stderr() -> None:
     assert lm.topology("v5e:2x2").size == 4, "this process has libtpu, too"

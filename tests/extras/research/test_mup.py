@@ -376,7 +376,7 @@ def builds() -> Any:
 
 def updates(tx: Any, params: Any, size: float = 1.0) -> dict[str, float]:
     given = jax.tree.map(lambda value: jnp.full_like(value, size), params)
-    found, _ = tx.update(given, tx.init(params), params)
+    found, _ = jax.jit(lambda given: tx.update(given, tx.init(params), params))(given)
     return {name: round(float(layer["kernel"].min()), 4) for name, layer in found.items()}
 
 
