@@ -295,7 +295,7 @@ def test_damaged_headers_are_read_alike_in_both_ways(tmp_path):
     rng = random.Random(0)
     good = ("{" + METADATA + A + "," + EMPTY + "," + B + "}").encode()
     path, read = tmp_path / "m.safetensors", 0
-    for _ in range(150):
+    for _ in range(400):
         data = bytearray(good)
         for _ in range(rng.choice((1, 1, 2))):
             at = rng.randrange(len(data))
@@ -312,7 +312,7 @@ def test_damaged_headers_are_read_alike_in_both_ways(tmp_path):
         found = outcome(write(path, bytes(data), DATA))
         assert found == outcome(write(path, b" " + bytes(data), DATA)), bytes(data)
         read += isinstance(found, tuple)
-    assert read > 3  # names and metadata may be anything
+    assert read > 10  # names and metadata may be anything
 
 
 # Indexes --------------------------------------------------------------------------------------------------------------

@@ -233,7 +233,10 @@ def test_who_asks_for_too_much_time_is_not_waited_for(monkeypatch: pytest.Monkey
         lm.open_checkpoint(origin + W, QUICK)
 
 
-@pytest.mark.parametrize("seconds", [float, lambda seconds: datetime.timedelta(seconds=seconds)])
+@pytest.mark.parametrize(
+    "seconds",
+    [float, pytest.param(lambda seconds: datetime.timedelta(seconds=seconds), marks=pytest.mark.large)],
+)
 def test_waits_grow_up_to_a_limit(seconds: Any) -> None:
     asked: list[float] = []
     backoff = {"init_backoff": seconds(0.02), "max_backoff": seconds(0.18), "base": 3}
@@ -251,7 +254,17 @@ def test_waits_grow_up_to_a_limit(seconds: Any) -> None:
 
 @pytest.mark.parametrize(
     ("timeout", "long"),
-    [("100ms", False), ("0.1 seconds", False), ("5us", False), ("1m 30s", True), ("2h37min", True), ("1month", True)],
+    mostly_large(
+        [
+            ("100ms", False),
+            ("0.1 seconds", False),
+            ("5us", False),
+            ("1m 30s", True),
+            ("2h37min", True),
+            ("1month", True),
+        ],
+        [("0.1 seconds", False), ("1m 30s", True)],
+    ),
 )
 def test_durations_are_those_of_obstore(timeout: str, long: bool) -> None:
     """A server that is silent for a while is given up, or not."""
@@ -346,8 +359,17 @@ PATIENT = {"client_options": {"read_timeout": "60s", "timeout": "60s"}}
 
 
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize("file", ["one.safetensors", "one.npz", "all.safetensors.index.json"])
-@pytest.mark.parametrize("what", ["open", "read", "materialize"])
+@pytest.mark.parametrize(
+    ("what", "file"),
+    mostly_large(
+        [
+            *itertools.product(
+                ("open", "read", "materialize"), ("one.safetensors", "one.npz", "all.safetensors.index.json")
+            )
+        ],
+        [("open", "one.safetensors"), ("read", "one.npz"), ("materialize", "all.safetensors.index.json")],
+    ),
+)
 def test_ctrl_c_ends_what_hangs(server: ObjectServer, mesh8: Mesh, what: str, file: str) -> None:
     """The server stalls for a minute."""
     url, sent = server.url(f"faults/{file}"), list[float]()

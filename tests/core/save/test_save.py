@@ -125,7 +125,9 @@ def test_pytrees_keys_and_ties(tmp_path: Path) -> None:
     assert jax.random.key_data(model["key"]).tolist() == jax.random.key_data(tree["key"]).tolist()
 
 
-@pytest.mark.parametrize("name", ["x.safetensors", "folder", "x.h5", "x.weights.json", "orbax"])
+@pytest.mark.parametrize(
+    "name", mostly_large(["x.safetensors", "folder", "x.h5", "x.weights.json", "orbax"], ["folder", "orbax"])
+)
 def test_an_array_in_several_places_is_under_each_path(tmp_path: Path, mesh8: jax.sharding.Mesh, name: str) -> None:
     def tied(key: jax.Array, other: float = 0) -> dict[str, Any]:
         table = placed(np.asarray(jax.random.normal(key, (16, 8))), mesh8, "model")

@@ -174,6 +174,7 @@ def write_names(names: list[str], file: Path) -> None:
     file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(len(names)))
 
 
+@pytest.mark.large
 def test_a_hundred_thousand_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_names([f"layer_{i % 100}/expert_{i}/kernel" for i in range(100_000)], tmp_path / "a.safetensors")
     letters = "abcdefghijklmnopqrstuvwxyz"

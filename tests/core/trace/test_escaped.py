@@ -355,6 +355,7 @@ def test_what_builds_no_model(build: Any, message: str) -> None:
         lm.build_abstract(build, KEY)
 
 
+@pytest.mark.large
 def test_stateful_equinox() -> None:
     eqx = pytest.importorskip("equinox")
     make = eqx.nn.make_with_state(eqx.nn.BatchNorm)

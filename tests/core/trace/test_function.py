@@ -190,6 +190,7 @@ def test_values_are_those_of_eager_execution(init: Any, key: Any) -> None:
     assert_same(lm.build_abstract(init, key).materialize(), init(key))
 
 
+@pytest.mark.large
 def test_64_bit_programs_stay_64_bit_outside_the_context() -> None:
     def init(key: Any) -> Any:
         x = jax.random.normal(key, (30, 7), jnp.float64)
@@ -391,6 +392,7 @@ def test_negative_dimensions_and_the_users_own_errors() -> None:
 # --- cost -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.large
 def test_wide_trees_are_not_quadratic_and_allocate_nothing() -> None:
     def calls_for(leaves: int) -> int:
         """Python and C function calls that tracing so many leaves takes."""

@@ -72,6 +72,7 @@ def reachable(*roots: Any) -> Iterator[Any]:
             waiting += [each for each in gc.get_referents(value) if not hasattr(each, "__path__")]
 
 
+@pytest.mark.large
 def test_a_graph_with_shared_levels() -> None:
     abstract = limited(lambda: lm.build_abstract(shared, KEY))
     recipes = abstract.recipes

@@ -265,7 +265,11 @@ def test_parameters_and_both_moments_take_three_times_the_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    "rules", [{"layers/.*w": ones}, lambda variable: ones if variable.path.endswith("/w") else None]
+    "rules",
+    [
+        {"layers/.*w": ones},
+        pytest.param(lambda variable: ones if variable.path.endswith("/w") else None, marks=pytest.mark.large),
+    ],
 )
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_another_initializer_is_for_parameters_and_the_state_starts_from_them(rules: Any, order: str) -> None:

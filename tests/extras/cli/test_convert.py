@@ -14,6 +14,7 @@ import pytest
 
 import lazymodel as lm
 from tests.command import lazymodel
+from tests.large import mostly_large
 from tests.small import make_small
 
 TARGETS = {
@@ -58,7 +59,7 @@ def convert(*arguments: object) -> int:
     return lazymodel("convert", "--quiet", *arguments)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", mostly_large(TARGETS, ["orbax", "hdf5 shards", "shards"]))
 def test_there_and_back(tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = values()
     make_small(monkeypatch, orbax_chunk=100)  # several chunks in each direction

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 from tests.compile_events import compile_events
+from tests.large import mostly_large
 
 Model = lm.AbstractModel[Any]
 
@@ -66,7 +67,7 @@ def check(model: Model, step: Any, *inputs: Any, given: Any = None, **keywords: 
     return jax.tree.map(np.asarray, results)
 
 
-@pytest.mark.parametrize("where", ["one device", "sharded"])
+@pytest.mark.parametrize("where", mostly_large(["one device", "sharded"], ["sharded"]))
 def test_arguments_as_users_pass_them(abstract: Model, mesh8: Mesh, where: str) -> None:
     model = abstract if where == "one device" else sharded(abstract, mesh8)
     placed = jax.device_put(X, NamedSharding(mesh8, P("model")) if where == "sharded" else jax.devices()[0])

@@ -30,6 +30,7 @@ def test_moments_of_variance_scaling(make: Any, variance: float, uniform: bool) 
     assert np.abs(values).max() == pytest.approx(edge * variance**0.5, rel=0.01)
 
 
+@pytest.mark.large
 def test_spectra() -> None:
     for shape in ((32, 32), (16, 48), (4, 8, 16)):
         values = drawn(i.orthogonal(2.0), *shape).reshape(-1, shape[-1])

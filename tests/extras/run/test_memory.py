@@ -21,7 +21,7 @@ from tests.extras.run.test_run import body, ran
 from tests.foreign_memory import foreign_memory
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
-LAYERS = 6
+LAYERS = 8
 
 
 @pytest.fixture(scope="module")

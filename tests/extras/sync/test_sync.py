@@ -351,6 +351,7 @@ def test_a_group_that_fails_is_named(meshes: dict[str, Mesh], monkeypatch: pytes
     assert all(np.array_equal(new[name], values[name]) for name in "abc")
 
 
+@pytest.mark.large
 @pytest.mark.timeout(90)
 def test_several_processes(tmp_path: Path) -> None:
     address = free_address()
