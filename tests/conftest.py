@@ -105,7 +105,7 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those beside this file come first: one of them runs all pages, for which another worker would wait at the end."""
+    """Those beside this file come first: another worker would wait for the longest of them at the end."""
     items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
 
 
