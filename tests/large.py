@@ -40,7 +40,7 @@ def examples(few: int, many: int, **strategies: SearchStrategy[Any]) -> Callable
         signature = inspect.signature(test)
         fixtures = [each for name, each in signature.parameters.items() if name not in strategies]
         count = inspect.Parameter("examples", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        run.__signature__ = signature.replace(parameters=[count, *fixtures])  # pyright: ignore[reportFunctionMemberAccess]
+        run.__signature__ = signature.replace(parameters=[count, *fixtures])
         run.__dict__.update(getattr(test, "__dict__", {}))  # its marks
         return pytest.mark.parametrize("examples", mostly_large([few, many], [few]))(run)
 
