@@ -16,6 +16,7 @@ from flax import linen, nnx
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
+from tests.large import mostly_large
 
 HIDDEN, HEADS, KV, DIM, MLP, VOCAB, LAYERS = 32, 4, 2, 8, 48, 64, 2
 
@@ -132,7 +133,11 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("model", "configuration"), [("Qwix", "all"), ("LoRALinear", "patterns"), ("LoRA", "rslora"), ("Qwix", "patterns")]
+    ("model", "configuration"),
+    mostly_large(
+        [("Qwix", "all"), ("LoRALinear", "patterns"), ("LoRA", "rslora"), ("Qwix", "patterns")],
+        [("Qwix", "patterns"), ("LoRA", "rslora")],
+    ),
 )
 def test_adapters_of_peft_go_into_pairs_and_out_again(
     model: str, configuration: str, tmp_path: Path, mesh8: Any

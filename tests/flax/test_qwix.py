@@ -18,6 +18,7 @@ import lazymodel as lm
 from lazymodel_flax import adapter
 from tests.compile_events import compile_events
 from tests.core.trace._eager import same_bytes
+from tests.large import mostly_large
 from tests.processes import free_address, printed, run_workers
 from tests.small import make_small
 
@@ -107,6 +108,11 @@ def rule(**options: Any) -> Any:
     return qwix.QuantizationRule(**options)
 
 
+def quantized_by_qwix(model: Any, rules: list[Any], inputs: Any = TOKENS) -> Any:
+    """In one program: operations one by one would be compiled one by one."""
+    return nnx.jit(lambda model: qwix.quantize_model(model, qwix.PtqProvider(rules), inputs))(model)
+
+
 ASYMMETRIC = [rule(weight_qtype="int8", weight_calibration_method="minmax")]
 HOW: dict[str, tuple[Callable[[], Any], list[Any]]] = {
     "int8": (lambda: "int8", [rule(weight_qtype="int8", op_names=OPERATIONS)]),
@@ -117,25 +123,28 @@ HOW: dict[str, tuple[Callable[[], Any], list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", HOW)
+# "tiles" are also below, of int8.
+@pytest.mark.parametrize("name", mostly_large(HOW, ["int8", "zero points"]))
 def test_equals_quantizing_the_loaded_model(
     abstract: Any, loaded: Model, checkpoint: lm.Checkpoint, mesh8: Mesh, name: str
 ) -> None:
     how, rules = HOW[name]
-    stock = qwix.quantize_model(loaded, qwix.PtqProvider(rules), TOKENS)
+    stock = quantized_by_qwix(loaded, rules)
     quantized = abstract.quantize(how(), inputs=(TOKENS,))
-    assert_same(quantized.shard(mesh8, RULES).materialize(checkpoint), stock)
-    whole = quantized.materialize(checkpoint)
+    ours = quantized.shard(mesh8, RULES).materialize(checkpoint)
+    assert_same(ours, stock)
     if name == "int8":
-        assert same_bytes(whole(TOKENS), stock(TOKENS))
-    assert quantized.nbytes == sum(array.nbytes for array in adapter.arrays(whole).values())
+        whole = quantized.materialize(checkpoint)
+        assert_same(whole, stock)
+        assert same_bytes(*(nnx.jit(lambda model: model(TOKENS))(each) for each in (whole, stock)))
+    assert quantized.nbytes == sum(array.nbytes for array in adapter.arrays(ours).values())
     if name != "tiles":  # `quantize_params` has the same values, for kernels that are not cast before they are used
         params = {"kernel": loaded.layers[0].up.kernel.get_value()}
         stored = qwix.quantize_params(params, {"kernel": stock.layers[0].up.kernel})["kernel"].array
-        assert same_bytes(whole.layers[0].up.kernel.array.qvalue.get_value(), stored.qvalue)
+        assert same_bytes(ours.layers[0].up.kernel.array.qvalue.get_value(), stored.qvalue)
 
 
-@pytest.mark.parametrize("name", HOW)
+@pytest.mark.parametrize("name", mostly_large(HOW, ["zero points"]))
 def test_a_sampler_is_quantized_on_the_way(abstract: Any, loaded: Model, mesh8: Mesh, name: str) -> None:
     here, there = (Mesh(half, ("model",)) for half in np.split(mesh8.devices.ravel(), 2))
     trainer = lm.reshard(loaded, NamedSharding(here, P()))
@@ -156,7 +165,7 @@ def test_a_sampler_is_quantized_on_the_way(abstract: Any, loaded: Model, mesh8: 
 def test_a_sampler_whose_quantization_fails(
     abstract: Any, loaded: Model, mesh8: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quantized = abstract.quantize("int8", inputs=(TOKENS,)).shard(mesh8, RULES)
+    quantized = abstract.quantize("int8", "head", inputs=(TOKENS,)).shard(mesh8, RULES)
     assert quantized.num_parameters == abstract.num_parameters
     trainer = lm.reshard(loaded, NamedSharding(mesh8, P()))
     sync, sampler = lm.Sync(trainer, quantized, only="head/kernel"), quantized.materialize()
@@ -170,6 +179,7 @@ def test_a_sampler_whose_quantization_fails(
     assert_same(sync(trainer, into=rest).head.kernel.array, head.array)
 
 
+@pytest.mark.large  # that processes fail together is also in extras/sync
 @pytest.mark.timeout(90)
 def test_a_sampler_of_several_processes_is_quantized_on_the_way(tmp_path: Path) -> None:
     """If one of them fails, the others have the sampler as far as it got, too."""
@@ -180,7 +190,7 @@ def test_a_sampler_of_several_processes_is_quantized_on_the_way(tmp_path: Path) 
 
 def test_initial_values_are_quantized(abstract: Any, mesh8: Mesh) -> None:
     quantized = abstract.shard(mesh8, RULES).quantize("int8", inputs=(jax.ShapeDtypeStruct((1, 4), "int32"),))
-    stock = qwix.quantize_model(Model(nnx.Rngs(0)), qwix.PtqProvider(HOW["int8"][1]), TOKENS)
+    stock = quantized_by_qwix(Model(nnx.Rngs(0)), HOW["int8"][1])
     assert_same(quantized.materialize(), stock)
     key = lm.path_key(jax.random.key(1), "head/kernel")
     again = quantized.rekey(1).reinitialize("head/kernel", jax.nn.initializers.normal(), key=1)
@@ -189,7 +199,7 @@ def test_initial_values_are_quantized(abstract: Any, mesh8: Mesh) -> None:
     assert same_bytes(again.materialize().head.kernel.array.qvalue.get_value(), expected.qvalue)
 
 
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("quantized", mostly_large([False, True], [True]))
 def test_pairs_equal_those_of_qwix(
     abstract: Any, loaded: Model, checkpoint: lm.Checkpoint, mesh8: Mesh, quantized: bool
 ) -> None:
@@ -231,7 +241,7 @@ def test_default_pairs(abstract: Any, loaded: Model) -> None:
     assert_same(abstract.lora(2, inputs=(TOKENS,)).materialize(loaded, initialize="missing"), stock)
 
 
-@pytest.mark.parametrize("load", [True, False])
+@pytest.mark.parametrize("load", mostly_large([True, False], [True]))
 def test_few_kernels_are_in_floating_point(mesh8: Mesh, monkeypatch: pytest.MonkeyPatch, load: bool) -> None:
     kernel = DIM * HIDDEN * 4
     make_small(monkeypatch, ahead=1)  # a turn for every kernel
@@ -301,7 +311,7 @@ def test_axes_and_memory_kinds(abstract: Any, loaded: Model, checkpoint: lm.Chec
     rules = {".*/up/kernel": lm.Host(P(None, "model")), **RULES}
     quantized = abstract.quantize([rule(weight_qtype="int8", tile_size=4)], inputs=(TOKENS,)).shard(explicit, rules)
     model = quantized.materialize(checkpoint)
-    stock = qwix.quantize_model(loaded, qwix.PtqProvider([rule(weight_qtype="int8", tile_size=4)]), TOKENS)
+    stock = quantized_by_qwix(loaded, [rule(weight_qtype="int8", tile_size=4)])
     assert_same(model, stock)
     assert model.layers[0].up.kernel.array.qvalue.get_value().sharding.memory_kind == "pinned_host"
     assert model.head.kernel.array.qvalue.get_value().sharding == jax.sharding.NamedSharding(explicit, P(None, "model"))
@@ -329,7 +339,7 @@ def test_only_pairs_are_trained(abstract: Any, checkpoint: lm.Checkpoint, mesh8:
     assert_same(state, optimizer)
 
 
-@pytest.mark.parametrize("current", ["explicit", "fewer"])
+@pytest.mark.parametrize("current", mostly_large(["explicit", "fewer"], ["fewer"]))
 def test_the_mesh_of_the_context_does_not_matter(abstract: Any, mesh8: Mesh, current: str) -> None:
     def made() -> Any:
         quantized = abstract.quantize([rule(weight_qtype="int8", tile_size=4)], inputs=(TOKENS,))
@@ -385,7 +395,7 @@ class Scanned(nnx.Module):
 
 def test_scanned_layers_are_quantized_one_by_one(mesh8: Mesh) -> None:
     x = jnp.ones((1, HEADS))
-    stock = qwix.quantize_model(Scanned(nnx.Rngs(0)), qwix.PtqProvider(HOW["int8"][1]), x)
+    stock = quantized_by_qwix(Scanned(nnx.Rngs(0)), HOW["int8"][1], x)
     abstract = lm.build_abstract(Scanned, nnx.Rngs(0)).quantize("int8", inputs=(x,))
     assert abstract["layers/kernel/array/scale"].shape == (3, 1, HEADS)
     ours = abstract.shard(mesh8, {".*kernel": P(None, None, "model"), ".*": P()}).materialize()
@@ -401,7 +411,7 @@ class Tied(nnx.Module):
 
 
 def test_a_table_that_is_also_the_head_stays() -> None:
-    stock = qwix.quantize_model(Tied(nnx.Rngs(0)), qwix.PtqProvider(HOW["int8"][1]), TOKENS)
+    stock = quantized_by_qwix(Tied(nnx.Rngs(0)), HOW["int8"][1])
     abstract = lm.build_abstract(Tied, nnx.Rngs(0))
     ours = abstract.quantize("int8", inputs=(TOKENS,)).materialize()
     assert_same(ours, stock)
@@ -454,7 +464,7 @@ ERRORS: dict[str, Change] = {
 
 
 def test_statistics_are_those_of_what_is_materialized(abstract: Any, checkpoint: lm.Checkpoint) -> None:
-    quantized = abstract.quantize("int8", **INPUTS)
+    quantized = abstract.quantize("int8", "head", **INPUTS)
     for given in (None, checkpoint):
         assert lm.statistics(quantized, given).to_dict() == lm.statistics(quantized.materialize(given)).to_dict()
 

@@ -50,7 +50,8 @@ def norms(model: Model, x: jax.Array) -> Any:
 def test_nnx(function: Any) -> None:
     abstract = lm.build_abstract(Model, LAYERS, nnx.Rngs(0))
     found, report = ran(abstract, function, X)
-    assert_equal(found, function(abstract.materialize(), X))
+    # Operations one by one would be compiled one by one.
+    assert_equal(found, nnx.jit(function)(abstract.materialize(), X))
     assert report.calls > LAYERS
 
 
@@ -65,7 +66,7 @@ def test_nnx_model_that_is_returned() -> None:
 
 
 def test_programs_of_nnx_do_not_grow_with_depth() -> None:
-    reports = [ran(lm.build_abstract(Model, layers, nnx.Rngs(0)), with_statistics, X)[1] for layers in (6, 12)]
+    reports = [ran(lm.build_abstract(Model, layers, nnx.Rngs(0)), with_statistics, X)[1] for layers in (4, 6)]
     assert len(reports[0].rows) == len(reports[1].rows) <= 4
 
 
@@ -92,7 +93,7 @@ def test_nnx_scan(tmp_path: Any) -> None:
     checkpoint = lm.open_checkpoint(tmp_path / "model.safetensors")
     for function in (lambda model, x: model(x), norms):
         found, report = ran(abstract, function, X, checkpoint=checkpoint)
-        assert_equal(found, function(abstract.materialize(), X))
+        assert_equal(found, nnx.jit(function)(abstract.materialize(), X))
         assert report.whole == () and report.calls >= LAYERS
         assert max(row.variables_nbytes for row in report.rows) <= abstract.nbytes // LAYERS
 

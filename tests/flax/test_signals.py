@@ -44,12 +44,18 @@ def test_modules_of_nnx() -> None:
         abstract.materialize(),
     )
     assert sorted(found.activations) == sorted(f"blocks/{n}/{name}" for n in range(3) for name in ("linear", "norm"))
-    x = jnp.asarray(X)
-    for number, block in enumerate(model.blocks):
-        output = block.linear(block.norm(x))
+
+    @nnx.jit  # operations one by one would be compiled one by one
+    def outputs(model: Blocks, x: jax.Array) -> list[jax.Array]:
+        outputs: list[jax.Array] = []
+        for block in model.blocks:
+            outputs.append(block.linear(block.norm(x)))
+            x = x + block.dropout(outputs[-1])
+        return outputs
+
+    for number, output in enumerate(outputs(model, X)):
         np.testing.assert_allclose(found.activations[f"blocks/{number}/linear"].rms, rms(output), rtol=1e-5)
-        x = x + block.dropout(output)
-    gradients = nnx.grad(lambda model: jnp.mean(model(X) ** 2))(abstract.materialize())
+    gradients = nnx.jit(nnx.grad(lambda model: jnp.mean(model(X) ** 2)))(abstract.materialize())
     for number in range(3):
         expected = rms(gradients["blocks"][number]["linear"]["kernel"].get_value())
         np.testing.assert_allclose(found.variables[f"blocks/{number}/linear/kernel"].rms, expected, rtol=1e-5)

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
+from tests.large import mostly_large
 from tests.resuming import Batches, assert_same, assert_same_values
 from tests.small import shard_small
 
@@ -114,7 +115,7 @@ def content(state: Any) -> Any:
     return nnx.split(state)[1] if isinstance(state[0], nnx.Module) else state
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly_large(CASES, ["nnx", "linen, partitioned", "train state, partitioned"]))
 def test_two_steps_and_two_are_four(tmp_path: Path, mesh8: Mesh, name: str) -> None:
     case = CASES[name]
 
@@ -207,10 +208,16 @@ def test_mup_of_nnx() -> None:
     }
     model, optimizer = wide.reinitialize(scheme).with_optimizer(scheme.optimizer(optax.sgd(1.0))).materialize()
     before = jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))
-    gradients = nnx.grad(lambda model: model(jnp.ones((1, 8))).sum())(model)
-    optimizer.update(model, gradients)
-    after = nnx.state(model, nnx.Param)
-    moved = jax.tree.map(lambda old, new, gradient: float(((old - new) / gradient).mean()), before, after, gradients)
+
+    @nnx.jit
+    def step(model: Model, optimizer: nnx.Optimizer) -> Any:
+        gradients = nnx.grad(lambda model: model(jnp.ones((1, 8))).sum())(model)
+        optimizer.update(model, gradients)
+        return gradients
+
+    gradients = step(model, optimizer)
+    states = (jax.tree.map(np.asarray, each) for each in (before, nnx.state(model, nnx.Param), gradients))
+    moved = jax.tree.map(lambda old, new, gradient: float(((old - new) / gradient).mean()), *states)
     assert [round(value, 2) for value in jax.tree.leaves(moved)] == [4, 4, 1, 0.25]
 
 

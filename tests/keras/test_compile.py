@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import lazymodel as lm
 import lazymodel_keras as lk
 from tests.compile_events import compile_events
+from tests.large import mostly_large
 
 from .models import BACKBONES, bits, causal_lm, randomize
 
@@ -58,7 +59,7 @@ def nothing_is_compiled() -> Generator[None]:
 COMPILE = [lm.Compile("train", batch=8), lm.Compile("predict", batch=8)]
 
 
-@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("distributed", mostly_large([False, True], [True]))
 def test_the_first_prediction_and_epoch_compile_nothing(mesh42: Mesh, distributed: bool) -> None:
     scope = lk.distribution(mesh42, "batch").scope() if distributed else contextlib.nullcontext()
     with scope:
@@ -91,7 +92,7 @@ def gemma() -> str:
 PROMPTS = ["the quick", "fox"]
 
 
-@pytest.mark.parametrize("where", ["mesh", "distribution"])
+@pytest.mark.parametrize("where", mostly_large(["mesh", "distribution"], ["distribution"]))
 def test_the_first_text_compiles_nothing(gemma: str, mesh42: Mesh, where: str) -> None:
     def make() -> Any:
         task, samplers = keras_hub.models.CausalLM.from_preset(gemma), keras_hub.samplers
@@ -135,6 +136,7 @@ def test_within_deferred_and_of_saved_models(gemma: str, tmp_path: Path) -> None
         model.fit(X, Y, batch_size=8, verbose=0)
 
 
+@pytest.mark.large  # other tasks are above
 def test_a_classifier_of_texts(tmp_path: Path) -> None:
     words = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]", "the", "fox"]
     tokenizer = keras_hub.models.BertTokenizer(vocabulary=words)

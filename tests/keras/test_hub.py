@@ -72,7 +72,7 @@ COMPUTED = 9  # the outputs of the first ones are compared as well
 
 
 # Shards of a preset, half precision and shards of a folder are in one more each; other models are in the shards too.
-LARGE = (1, 3, 4, 6, 10, 12)
+LARGE = (1, 3, 4, 6, 8, 9, 10, 12, 14)
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ def main() -> None:
     (folder / f"outcome-{process}.json").write_text(json.dumps(outcome))
 
 
+@pytest.mark.large  # what is of Keras in it, the seeds that differ, is a few lines
 @pytest.mark.timeout(90)
 def test_two_processes_load_train_and_save_one_model(tmp_path: Path) -> None:
     import keras

@@ -24,6 +24,7 @@ from obstore.store import S3Store
 
 import lazymodel as lm
 import lazymodel_keras as lk
+from tests.large import mostly_large
 from tests.servers.object_server import ObjectServer
 from tests.servers.s3 import S3Server
 
@@ -82,7 +83,7 @@ def remote(object_server: ObjectServer, tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("kind", "name", "save"),
-    [("gs", "gemma", {}), ("az", "gemma", {"max_shard_size": 2e-5}), ("http", "bert", {})],
+    [("gs", "gemma", {}), ("az", "gemma", {"max_shard_size": 2e-5}), ("http", "gemma", {})],
 )
 def test_preset(kind: str, name: str, save: Any, remote: Remote, mesh8: Mesh) -> None:
     folder = save_preset(remote.folder / name, name, **save)
@@ -112,7 +113,7 @@ def test_weights_are_fetched_once(remote: Remote) -> None:
     del model
 
 
-@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("shards", mostly_large([1, 3], [3]))
 def test_hugging_face_folder(shards: int, remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_hugging_face(remote.folder / "llama3", "llama3", shards=shards)
     monkeypatch.setenv("HF_ENDPOINT", remote.server.hub)

@@ -17,6 +17,7 @@ import lazymodel as lm
 import lazymodel_keras as lk
 from tests.extras.run.models import assert_equal
 from tests.extras.run.test_run import ran
+from tests.large import mostly_large
 
 LAYERS = 4
 TOKENS = {"token_ids": np.arange(16)[None] % 50, "padding_mask": np.ones((1, 16), bool)}
@@ -48,7 +49,7 @@ def whole(function: Any, model: Any) -> Any:
     return jax.jit(lambda inputs: function(model, inputs))(TOKENS)
 
 
-@pytest.mark.parametrize("function", [forward, norms])
+@pytest.mark.parametrize("function", mostly_large([forward, norms], [norms]))
 def test_backbone(function: Any) -> None:
     abstract = lm.build_abstract(backbone)
     found, report = ran(abstract, function, TOKENS)
@@ -74,6 +75,7 @@ def test_a_task_from_a_preset(tmp_path: Path) -> None:
     assert 0.99 * used < report.loaded_nbytes <= used and report.again_nbytes == 0
 
 
+@pytest.mark.large  # functions of sharded models are also in extras/run
 def test_sharded(mesh8: Any) -> None:
     rules = {".*feedforward_(gate|intermediate)_dense/kernel": P(None, "model"), ".*": P()}
     abstract = lm.build_abstract(backbone).shard(mesh8, rules)
@@ -87,7 +89,7 @@ def test_state_that_the_call_changes() -> None:
     def make() -> Any:
         keras.utils.set_random_seed(0)
         inputs = x = keras.Input((8,))
-        for _ in range(LAYERS):
+        for _ in range(2):
             x = keras.layers.Dense(8, "relu")(x)
             x = keras.layers.Dropout(0.5, seed=3)(keras.layers.BatchNormalization()(x))
         return keras.Model(inputs, x)

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 import lazymodel as lm
 import lazymodel_keras as lk
 from tests.keras.models import preset_of
+from tests.large import mostly_large
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
@@ -55,18 +56,15 @@ def compiled() -> keras.Model:
     return model
 
 
-def results(own: Mesh, folder: Path, preset: str) -> list[Any]:
-    """What the main paths give."""
-    keras.utils.clear_session(free_memory=False)  # the names and generators of a fresh process
-    keras.utils.set_random_seed(0)
+def placed(own: Mesh, folder: Path, preset: str) -> list[Any]:
+    """Models that are initialized, loaded, restored and moved."""
     other = mesh(4, (2, 2), "auto")
     alone = lm.build_abstract(make)
     abstract, elsewhere = alone.shard(own, rules), alone.shard(other, rules)
-    model, x = abstract.materialize(), np.ones((4, 8), np.float32)
+    model = abstract.materialize()
     values = dict(abstract.stream())
     lm.save(model, folder / "model.safetensors")
     model.save_weights(folder / "model.weights.h5")
-    loaded = lk.from_preset(keras_hub.models.Backbone, preset, mesh=own, rules=rules)
     models = [
         model,
         alone.materialize(),
@@ -75,40 +73,57 @@ def results(own: Mesh, folder: Path, preset: str) -> list[Any]:
         elsewhere.materialize(lm.open_checkpoint(folder / "model.safetensors")),
         lk.restore(lm.build_abstract(make).shard(own, rules), folder / "model.weights.h5"),
         lm.reshard(alone.materialize(), elsewhere),
+        lk.from_preset(keras_hub.models.Backbone, preset, mesh=own, rules=rules),
+    ]
+    return [[variable.value for each in models for variable in each.variables], values]
+
+
+def changed_and_run(own: Mesh, folder: Path, preset: str) -> list[Any]:
+    """Models with pairs, quantized, compiled and with an optimizer; results of one that is never whole."""
+    alone = lm.build_abstract(make)
+    abstract, x = alone.shard(own, rules), np.ones((4, 8), np.float32)
+    loaded = lk.from_preset(keras_hub.models.Backbone, preset, mesh=own, rules=rules)
+    lk.enable_lora(loaded, 4)
+    models = [
         lm.build_abstract(make).lora(4, ".*/kernel").shard(own, rules).materialize(),
         loaded,
         lk.abstract_from_preset(keras_hub.models.Backbone, preset).quantize("int8").shard(own, rules).materialize(),
         lm.build_abstract(compiled).shard(own, rules).materialize(),
     ]
     trained, state = abstract.with_optimizer(optax.adam(1e-3)).materialize()
-    lk.enable_lora(loaded, 4)
     arrays = [variable.value for each in (*models, trained) for variable in each.variables]
     ran = [each.run(lambda model, x: model(x), x) for each in (abstract, alone)]
     signals = lm.signals(abstract, lambda model, x: model(x).sum(), x).to_dict()
-    statistics = [lm.statistics(each).to_dict() for each in (model, abstract)]
-    return [arrays, values, jax.tree.leaves(state), ran, signals, statistics]
+    statistics = [lm.statistics(each).to_dict() for each in (abstract.materialize(), abstract)]
+    return [arrays, jax.tree.leaves(state), ran, signals, statistics]
 
 
-@functools.cache
-def without(own: str) -> list[Any]:
+def results(paths: Any, own: str) -> list[Any]:
+    keras.utils.clear_session(free_memory=False)  # the names and generators of a fresh process
+    keras.utils.set_random_seed(0)
     with tempfile.TemporaryDirectory() as folder:
-        return results(mesh(0, (2, 4), own), Path(folder), preset_of("gemma"))
+        return paths(mesh(0, (2, 4), own), Path(folder), preset_of("gemma"))
+
+
+without = functools.cache(results)
+
+
+CURRENT = [("explicit", "explicit", "same"), ("explicit", "auto", "fewer"), ("auto", "explicit", "fewer")]
 
 
 @pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize`:UserWarning")
 @pytest.mark.filterwarnings("ignore:Invalid quantization mode. Expected one of:UserWarning")
 @pytest.mark.parametrize(
-    ("own", "axes", "current"),
-    [
-        pytest.param("explicit", "explicit", "same", marks=pytest.mark.large),
-        ("explicit", "auto", "fewer"),
-        pytest.param("auto", "explicit", "fewer", marks=pytest.mark.large),
-    ],
+    ("paths", "own", "axes", "current"),
+    mostly_large(
+        [(paths, *each) for paths in (placed, changed_and_run) for each in CURRENT],
+        [(placed, "explicit", "auto", "fewer")],
+    ),
 )
-def test_main_paths(tmp_path: Path, own: str, axes: str, current: str) -> None:
-    expected = without(own)
+def test_main_paths(paths: Any, own: str, axes: str, current: str) -> None:
+    expected = without(paths, own)
     with jax.set_mesh(mesh(0, (2, 4), axes) if current == "same" else mesh(2, (2, 1), axes)):
-        found = results(mesh(0, (2, 4), own), tmp_path, preset_of("gemma"))
+        found = results(paths, own)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for mine, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert np.array_equal(mine, right) if hasattr(right, "dtype") else mine == right

@@ -32,6 +32,7 @@ except ModuleNotFoundError:
 """
 
 
+@pytest.mark.large
 @needs_keras_hub("0.32", "tokenizers without TensorFlow")
 def test_a_process_without_tensorflow_generates_the_same(tmp_path: Path) -> None:
     tokenizer = keras_hub.models.GemmaTokenizer(proto=gemma_vocabulary())

@@ -47,6 +47,7 @@ def test_it_is_the_first_that_the_package_does(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1].startswith("lazymodel.LazyModelError: lazymodel needs Keras 3.13.2 or")
 
 
+@pytest.mark.large  # that it is rejected is also in model/test_build.py
 def test_nnx_mode_is_rejected_before_anything_is_read() -> None:
     script = f"""
 import sys; sys.path[:0] = {[str(ROOT), str(ROOT / "integrations")]}

@@ -206,8 +206,8 @@ BUILDS: dict[str, Callable[[], Any]] = {
 }
 WITH_OUTPUTS = ("annotated", "embedding", "gemma", "vit")
 ON_A_MESH = ("functional", "subclassed", "preprocessing", "recurrent", "layer that arrays")
-# Backbones whose layers make their variables as those of the others do; what takes long is compiling their values.
-OF_OTHERS = ("siglip", "bert", "llama3", "mixtral")
+# Models whose layers make their variables as those of the others do; what takes long is compiling their values.
+OF_OTHERS = ("siglip", "bert", "llama3", "mixtral", "vit", "task", "layer that generator", "layer that random")
 
 
 def draw() -> list[float]:

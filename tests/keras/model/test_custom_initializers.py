@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 import lazymodel as lm
 from tests.keras.models import bits, device_mesh, distribution, in_block, layouts
 from tests.keras.versions import needs_keras
+from tests.large import mostly_large
 
 KI = keras.initializers
 Build = Callable[[], Any]
@@ -316,22 +317,31 @@ def of_a_distribution() -> Any:
     return distribution(layouts(mesh, **{".*kernel": keras.distribution.TensorLayout(("model", None), mesh)}))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_as_in_keras(name: str, mesh8: Mesh) -> None:
-    expected = run(CASES[name], lambda build: build())
-    ways: dict[str, Callable[[Build], Any]] = {
-        "materialized": materialized_twice,
-        "deferred": in_block,
-        "on a mesh": lambda build: lm.build_abstract(build).shard(mesh8, rules).materialize(),
-    }
-    for what, way in ways.items():
-        same(expected, run(CASES[name], way), what)
-    if name == "layers":
-        return  # the layout that the distribution has for kernels does not fit these
-    with of_a_distribution():
+WAYS: dict[str, Callable[[Build, Mesh], Any]] = {
+    "materialized": lambda build, mesh: materialized_twice(build),
+    "deferred": lambda build, mesh: in_block(build),
+    "on a mesh": lambda build, mesh: lm.build_abstract(build).shard(mesh, rules).materialize(),
+    "under a distribution": lambda build, mesh: materialized(build),
+    "deferred under a distribution": lambda build, mesh: in_block(build),
+}
+# One way for each case and a case for each way; all cases are materialized and deferred once more below.
+FEW = [
+    *[("generators", "materialized"), ("classes", "deferred"), ("changes", "on a mesh"), ("layers", "on a mesh")],
+    *[("configs", "under a distribution"), ("order", "deferred under a distribution")],
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    # The layout that the distribution has for kernels does not fit "layers".
+    mostly_large(
+        [case for case in itertools.product(CASES, WAYS) if not (case[0] == "layers" and "under" in case[1])], FEW
+    ),
+)
+def test_as_in_keras(name: str, way: str, mesh8: Mesh) -> None:
+    with of_a_distribution() if "under" in way else contextlib.nullcontext():
         expected = run(CASES[name], lambda build: build())
-        same(expected, run(CASES[name], materialized), "under a distribution")
-        same(expected, run(CASES[name], in_block), "deferred under a distribution")
+        same(expected, run(CASES[name], lambda build: WAYS[way](build, mesh8)), way)
 
 
 def test_whenever_garbage_is_collected() -> None:
@@ -394,10 +404,10 @@ def test_initializers_that_take_a_layout() -> None:
 @pytest.mark.parametrize(
     ("where", "given"),
     [
-        (contextlib.nullcontext, True),
-        (lambda: keras.distribution.DataParallel(devices=keras.distribution.list_devices()).scope(), False),
-        (of_a_distribution, False),
-        pytest.param(of_a_distribution, True, marks=pytest.mark.large),
+        pytest.param(contextlib.nullcontext, True, marks=pytest.mark.large),
+        pytest.param(lambda: keras.distribution.DataParallel().scope(), False, marks=pytest.mark.large),
+        pytest.param(of_a_distribution, False, marks=pytest.mark.large),
+        (of_a_distribution, True),
     ],
 )
 def test_initializers_get_the_layout_that_keras_passes(where: Any, given: bool) -> None:
@@ -452,7 +462,8 @@ def afresh(build: Build) -> Callable[[], Build]:
     return fresh
 
 
-def test_large_ones_are_computed_by_their_devices(mesh8: Mesh) -> None:
+@pytest.mark.parametrize("way", mostly_large(LARGE_WAYS, ["a mesh"]))
+def test_large_ones_are_computed_by_their_devices(way: str, mesh8: Mesh) -> None:
     """They are called once while the model is built, and nothing of them is there before it is materialized."""
     calls: list[tuple[int, ...]] = []
 
@@ -470,17 +481,17 @@ def test_large_ones_are_computed_by_their_devices(mesh8: Mesh) -> None:
 
     fresh = afresh(build)
     expected = run(fresh, lambda build: build())
-    for what, way in LARGE_WAYS.items():
-        calls.clear()
-        same(expected, run(fresh, lambda build, way=way: way(build, mesh8)), what)
-        assert calls == [LARGE] * 3
+    calls.clear()
+    same(expected, run(fresh, lambda build: LARGE_WAYS[way](build, mesh8)), way)
+    assert calls == [LARGE] * 3
     abstract = lm.build_abstract(fresh())
     assert not any(path.endswith("kernel") for path in abstract.sources)
     assert abstract["weight/kernel"].origin == "Own"
     assert max(value.nbytes for recipe in abstract.recipes for value in recipe.inputs) < 100
 
 
-def test_large_ones_that_only_the_host_can_compute_are_named(mesh8: Mesh) -> None:
+@pytest.mark.parametrize("way", mostly_large(LARGE_WAYS, ["deferred"]))
+def test_large_ones_that_only_the_host_can_compute_are_named(way: str, mesh8: Mesh) -> None:
     def mixed(shape: Any, dtype: Any = None) -> Any:
         return keras.random.normal(shape, dtype=dtype, seed=GENERATOR) * normals(shape, dtype)
 
@@ -491,12 +502,11 @@ def test_large_ones_that_only_the_host_can_compute_are_named(mesh8: Mesh) -> Non
 
     fresh = afresh(lambda: net(normals, mixed, of_values, mixed, shape=LARGE))
     expected = run(fresh, lambda build: build())
-    for what, way in LARGE_WAYS.items():
-        with pytest.warns(lm.LazyModelWarning) as caught:
-            same(expected, run(fresh, lambda build, way=way: way(build, mesh8)), what)
-        (warning,) = caught
-        assert re.search(r"4 variables .* 1.00 MiB .*weight_2/kernel", str(warning.message))
-        assert warning.filename in (__file__, in_block.__code__.co_filename)  # who calls the library
+    with pytest.warns(lm.LazyModelWarning) as caught:
+        same(expected, run(fresh, lambda build: LARGE_WAYS[way](build, mesh8)), way)
+    (warning,) = caught
+    assert re.search(r"4 variables .* 1.00 MiB .*weight_2/kernel", str(warning.message))
+    assert warning.filename in (__file__, in_block.__code__.co_filename)  # who calls the library
 
 
 @pytest.mark.filterwarnings("ignore:.* left a traced")

@@ -29,6 +29,7 @@ from tests.command import main
 from tests.keras.models import assert_same_values, bits, in_block, seeded, state_of
 from tests.keras.train import _killed_worker as worker
 from tests.keras.versions import needs_orbax_callback
+from tests.large import mostly_large
 from tests.processes import printed, run_workers
 from tests.servers.object_server import ObjectServer
 from tests.servers.s3 import S3Server
@@ -199,7 +200,10 @@ def runs(object_server: ObjectServer) -> Iterator[Runs]:
     shutil.rmtree(runs.folder)
 
 
-@pytest.mark.parametrize(("place", "background"), [("disk", True), ("disk", False), ("bucket", True)])
+@pytest.mark.parametrize(
+    ("place", "background"),
+    mostly_large([("disk", True), ("disk", False), ("bucket", True)], [("disk", True), ("bucket", True)]),
+)
 def test_steps_come_back_on_another_mesh(
     place: str, background: bool, tmp_path: Path, request: pytest.FixtureRequest, mesh8: Mesh, mesh42: Mesh
 ) -> None:
@@ -230,7 +234,7 @@ def test_steps_come_back_on_another_mesh(
     assert restored.optimizer.iterations == 6
 
 
-@pytest.mark.parametrize("directory", ["~/saved", Path("saved"), "./saved"])
+@pytest.mark.parametrize("directory", mostly_large(["~/saved", Path("saved"), "./saved"], ["~/saved"]))
 def test_any_folder_is_saved_to(directory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -438,6 +442,7 @@ def test_an_old_step_that_stays_is_warned_about_and_removed_later(runs: Runs) ->
     assert runs.steps() == {"2"}
 
 
+@pytest.mark.large  # steps on another mesh are above, files of killed processes in core/save and test_saving.py
 def test_a_run_that_is_killed_goes_on_elsewhere(tmp_path: Path) -> None:
     """On another mesh, with the losses that it would have had."""
     epochs, killed_after = 4, 2 * worker.STEPS + 1

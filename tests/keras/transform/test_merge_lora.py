@@ -19,6 +19,7 @@ import lazymodel as lm
 import lazymodel_keras as lk
 from tests.compile_events import compile_events
 from tests.keras.models import bits, device_mesh, distribution, inputs_of, outputs_of, preset_of
+from tests.large import mostly_large
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize`:UserWarning"),
@@ -60,7 +61,7 @@ def every_kind() -> Any:
     return keras.Model(tokens, reversible(x, reverse=True))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", mostly_large(["float32", "bfloat16"], ["float32"]))
 def test_values_and_outputs(dtype: str) -> None:
     keras.config.set_dtype_policy(dtype)
     try:
@@ -92,7 +93,7 @@ def test_values_and_outputs(dtype: str) -> None:
     np.testing.assert_allclose(two, one, rtol=0, atol=abs(one).max() * (1e-5 if dtype == "float32" else 0.03))
 
 
-@pytest.mark.parametrize("part", ["backbone", ""])
+@pytest.mark.parametrize("part", mostly_large(["backbone", ""], ["backbone"]))
 def test_a_model_is_as_if_it_never_had_pairs(part: str, mesh8: Mesh, tmp_path: Path) -> None:
     preset = preset_of("gemma")
     options = {"preprocessor": None, "mesh": mesh8, "rules": RULES}
@@ -151,7 +152,7 @@ def test_training_goes_on_and_pairs_can_be_made_again(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("mode", ["int8", "int4"])
+@pytest.mark.parametrize("mode", mostly_large(["int8", "int4"], ["int8"]))
 def test_quantized_weights_are_those_that_keras_saves(mode: str, tmp_path: Path, mesh8: Mesh) -> None:
     abstract = lk.abstract_from_preset(keras_hub.models.GemmaBackbone, preset_of("gemma")).quantize(mode)
     model = abstract.lora(2).shard(mesh8, lm.auto()).materialize()

@@ -315,7 +315,7 @@ WAYS: dict[str, Any] = {"int8": "int8", "float8": "float8", "int4": "int4", "int
     ("name", "dtype"),
     mostly_large(
         [*itertools.product(WAYS, ("float32", "bfloat16"))],
-        [("int8", "float32"), ("float8", "bfloat16"), ("int4", "bfloat16"), ("int4 of odd blocks", "float32")],
+        [("int8", "bfloat16"), ("int4 of odd blocks", "float32")],
         lambda case: [blocks] if "int4" in case[0] else [],
     ),
 )
@@ -347,7 +347,7 @@ def test_a_sampler_is_quantized_on_the_way(mesh8: Mesh, name: str, dtype: str, m
 
 @pytest.mark.parametrize(
     "name",
-    mostly_large(WAYS, ("int8", "int4 of odd blocks"), lambda name: [blocks] if "int4" in name else []),
+    mostly_large(WAYS, ["int8"], lambda name: [blocks] if "int4" in name else []),
 )
 def test_a_model_that_a_function_builds_is_quantized_from_floats(name: str, tmp_path: Path, mesh8: Mesh) -> None:
     """From any checkpoint of it before it was quantized, as it is read; from its own, as it is."""
@@ -395,7 +395,12 @@ def all_kinds(**dtype: Any) -> keras.Model:
 
 
 @pytest.mark.parametrize(
-    "how", ["int8", "float8", "int4", pytest.param(Int4(block_size=None), marks=blocks, id="columns"), "gptq", "awq"]
+    "how",
+    [
+        *("int8", "gptq", "awq"),
+        *(pytest.param(how, marks=pytest.mark.large) for how in ("float8", "int4")),
+        pytest.param(Int4(block_size=None), marks=blocks, id="columns"),
+    ],
 )
 def test_parameters_are_those_before_quantization(how: Any) -> None:
     expected = all_kinds().count_params()
