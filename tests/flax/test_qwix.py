@@ -411,7 +411,7 @@ class Tied(nnx.Module):
 
 
 def test_a_table_that_is_also_the_head_stays() -> None:
-    stock = quantized_by_qwix(Tied(nnx.Rngs(0)), HOW["int8"][1])
+    stock = qwix.quantize_model(Tied(nnx.Rngs(0)), qwix.PtqProvider(HOW["int8"][1]), TOKENS)
     abstract = lm.build_abstract(Tied, nnx.Rngs(0))
     ours = abstract.quantize("int8", inputs=(TOKENS,)).materialize()
     assert_same(ours, stock)

@@ -99,10 +99,11 @@ def changed_and_run(own: Mesh, folder: Path, preset: str) -> list[Any]:
 
 
 def results(paths: Any, own: str) -> list[Any]:
+    preset = preset_of("gemma")  # which draws where it is made
     keras.utils.clear_session(free_memory=False)  # the names and generators of a fresh process
     keras.utils.set_random_seed(0)
     with tempfile.TemporaryDirectory() as folder:
-        return paths(mesh(0, (2, 4), own), Path(folder), preset_of("gemma"))
+        return paths(mesh(0, (2, 4), own), Path(folder), preset)
 
 
 without = functools.cache(results)
