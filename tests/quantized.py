@@ -20,6 +20,7 @@ BF16, F8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 E2M1[8] = -0.0
+E2M3 = np.arange(64, dtype=np.uint8).view(ml_dtypes.float6_e2m3fn).astype(np.float32)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 Tensors = dict[str, np.ndarray]
 
@@ -197,12 +198,14 @@ def eight_bits(rng: np.random.Generator, rows: int, columns: int) -> tuple[Tenso
 
 
 def float4(block: int, *, style: str) -> Any:
-    """MXFP4 and NVFP4 of compressed-tensors, and NVFP4 of ModelOpt."""
+    """MXFP4, MXFP6 and NVFP4 of compressed-tensors, and NVFP4 of ModelOpt."""
 
     def make(rng: np.random.Generator, rows: int, columns: int) -> tuple[Tensors, np.ndarray]:
-        codes = rng.integers(0, 16, (rows, columns))
+        codes, table = rng.integers(0, 64 if style == "mxfp6" else 16, (rows, columns)), E2M1
         packed = (codes[:, 0::2] | codes[:, 1::2] << 4).astype(np.uint8)
-        if style == "mxfp4":
+        if style == "mxfp6":
+            packed, table = stream(codes, 6).view(np.uint8), E2M3
+        if style.startswith("mx"):
             scale = rng.integers(110, 125, (rows, columns // block)).astype(np.uint8)
             effective = np.exp2(scale.astype(F32) - 127)
             parts: Tensors = {"weight_packed": packed, "weight_scale": scale}
@@ -216,7 +219,7 @@ def float4(block: int, *, style: str) -> Any:
                 effective = scale.astype(F32) * (1 / of_all)
                 parts = {"weight": packed, "weight_scale": scale, "weight_scale_2": (1 / of_all).reshape(())}
                 parts["input_scale"] = np.float32(1).reshape(())
-        value = E2M1[codes] * np.repeat(effective, block, axis=1)
+        value = table[codes] * np.repeat(effective, block, axis=1)
         return parts, value.astype(BF16)
 
     return make
@@ -260,6 +263,49 @@ def mlx_floats(mode: str) -> Any:
         return {"weight": codes, "scales": scale}, value.astype(BF16)
 
     return make
+
+
+def modelopt_awq(rng: np.random.Generator, rows: int, columns: int) -> tuple[Tensors, np.ndarray]:
+    """ModelOpt's W4A16_AWQ: two rows in one of bytes."""
+    codes, scale = rng.integers(-8, 8, (rows, columns)), scales(rng, (rows, columns // 32), BF16)
+    packed = (codes[0::2] & 15 | (codes[1::2] & 15) << 4).astype(np.uint8)
+    value = codes.astype(F32) * np.repeat(scale.astype(F32), 32, 1)
+    return {"weight": packed, "weight_scale": scale}, value.astype(BF16)
+
+
+def torchao(group: int, *, zero: bool = False, kind: Any = np.int8, scale_kind: Any = F32) -> Any:
+    """torchao's codes of 8 bits; a group of 0 is a row."""
+
+    def make(rng: np.random.Generator, rows: int, columns: int) -> tuple[Tensors, np.ndarray]:
+        size = group or columns
+        shape = rows, columns // size
+        codes = finite8(rng, (rows, columns)) if kind == F8 else rng.integers(-128, 128, (rows, columns)).astype(kind)
+        scale, zeros = scales(rng, shape, scale_kind), rng.integers(-128, 128, shape).astype(np.int8)
+        parts: Tensors = {"_weight_qdata": codes, "_weight_scale": scale}
+        numbers = codes.astype(F32)
+        if zero:
+            parts["_weight_zero_point"] = zeros
+            numbers = numbers - np.repeat(zeros, size, 1).astype(F32)
+        return parts, (numbers * np.repeat(scale.astype(F32), size, 1)).astype(BF16)
+
+    return make
+
+
+def of_torchao(config: dict[str, Any], tensors: Tensors) -> dict[str, str]:
+    """What torchao writes of its tensors into the metadata of each file."""
+    found: dict[str, str] = {}
+    for codes in [name for name in tensors if name.endswith("._weight_qdata")]:
+        prefix = codes.removesuffix("_qdata")
+        shape, scale = tensors[codes].shape, tensors.get(f"{prefix}_scale", np.ones(1)).shape
+        data = {
+            "block_size": [n // max(1, m) for n, m in zip(shape, scale, strict=False)],
+            "dtype": {"_type": "torch.dtype", "_data": config.get("torch_dtype", "bfloat16")},
+        }
+        names = [end for end in ("zero_point", "qdata", "scale") if f"{prefix}_{end}" in tensors]
+        kind = "Float8Tensor" if tensors[codes].dtype == F8 else "Int8Tensor"
+        said = {"_type": kind, "_data": data, "_tensor_data_names": names}
+        found[codes.removesuffix("_weight_qdata") + "weight"] = json.dumps(said)
+    return found
 
 
 def groups(form: str, **weights: Any) -> dict[str, Any]:
@@ -325,6 +371,28 @@ FORMS: dict[str, Form] = {
         gptq(4, -1, version=2), F16,
     ),
     "awq": Form({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, awq(32), F16),
+    "gptq-dynamic": Form(
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False,
+         "dynamic": {r"-:.*\.down_proj": {}, r"+:.*\.up_proj$": {"bits": 8, "group_size": 64}, ".*": {"bits": 2}}},
+        gptq(8, 64), F16,
+    ),
+    "gptq-dynamic-order": Form(
+        {"quant_method": "gptq", "bits": 2, "group_size": 32, "desc_act": False,
+         "dynamic": {r"model\.layers\.\d+\.mlp": {"bits": 4, "desc_act": True}}},
+        gptq(4, 32, order=True), F16,
+    ),
+    "auto-round": Form(
+        {"quant_method": "auto-round", "bits": 2, "group_size": 128, "packing_format": "auto_round:auto_gptq",
+         "extra_config": {".*up_proj.*": {"bits": 4, "group_size": 32}, "mlp": {"bits": 16}}}, gptq(4, 32), F16,
+    ),
+    "auto-round-v2": Form(
+        {"quant_method": "auto-round", "bits": 8, "group_size": 32, "packing_format": "auto_round",
+         "extra_config": {"mlp": {"bits": 16}, "model.layers.0.mlp.up_proj": {"bits": 2}}}, gptq(2, 32, version=2), F16,
+    ),
+    "auto-round-awq": Form(
+        {"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round:auto_awq"},
+        awq(32), F16,
+    ),
     "nf4": Form({"quant_method": "bitsandbytes", "load_in_4bit": True}, four_bits("nf4", nested=False)),
     "nf4-nested": Form({"quant_method": "bitsandbytes", "load_in_4bit": True}, four_bits("nf4", nested=True)),
     "fp4": Form({"quant_method": "bitsandbytes", "load_in_4bit": True}, four_bits("fp4", nested=True)),
@@ -332,6 +400,10 @@ FORMS: dict[str, Form] = {
     "mxfp4": Form(
         groups("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
         float4(32, style="mxfp4"),
+    ),
+    "mxfp6": Form(
+        groups("mxfp6-pack-quantized", num_bits=6, type="float", strategy="group", group_size=32),
+        float4(32, style="mxfp6"),
     ),
     "mxfp8": Form(groups("mxfp8-quantized", num_bits=8, type="float", strategy="group", group_size=32), mxfp8),
     "nvfp4": Form(
@@ -349,6 +421,10 @@ FORMS: dict[str, Form] = {
         f"mlx-{mode}": Form({"group_size": 16 if mode == "nvfp4" else 32, "bits": bits, "mode": mode}, mlx_floats(mode))
         for mode, bits in (("mxfp4", 4), ("nvfp4", 4), ("mxfp8", 8))
     },
+    "torchao-int8": Form({"quant_method": "torchao"}, torchao(0, zero=True)),
+    "torchao-int8-group": Form({"quant_method": "torchao"}, torchao(32, scale_kind=BF16)),
+    "torchao-float8": Form({"quant_method": "torchao"}, torchao(0, kind=F8)),
+    "modelopt-awq": Form({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": 32}, modelopt_awq),
     "modelopt-nvfp4": Form({"quant_method": "modelopt", "quant_algo": "NVFP4"}, float4(16, style="modelopt")),
 }  # fmt: skip
 
@@ -373,13 +449,13 @@ def write_folder(folder: Path, config: dict[str, Any], tensors: Tensors, *, shar
     tensors = {name: np.asarray(array, order="C") for name, array in tensors.items()}
     (folder / "config.json").write_text(json.dumps(config))
     if shards == 1:
-        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        save_file(tensors, folder / "model.safetensors", {"format": "pt", **of_torchao(config, tensors)})
         return folder
     weights: dict[str, str] = {}
     for shard in range(shards):
         name = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
         own = dict(list(tensors.items())[shard::shards])
-        save_file(own, folder / name, {"format": "pt"})
+        save_file(own, folder / name, {"format": "pt", **of_torchao(config, tensors)})
         weights |= dict.fromkeys(own, name)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weights}))
     return folder

@@ -103,7 +103,7 @@ def matches(entry: str, module: str) -> bool:
             quantifiers, ways = _ways(entry[3:])
             if math.comb(len(module) + quantifiers, quantifiers) * ways > _MOST_WAYS:
                 raise OverflowError("matching it could take forever")
-            return re.match(entry[3:], module) is not None
+            return _compiled(entry[3:]).match(module) is not None
         except (re.error, OverflowError, RecursionError) as error:
             raise CheckpointError(
                 f"module {reprlib.repr(module)}: expected a regular expression to match it with, found "
@@ -117,7 +117,11 @@ def _name(entry: str) -> str:
     return entry.removesuffix("*").removesuffix(".").removeprefix("*").removeprefix(".")
 
 
-@functools.lru_cache
+# A configuration may have a pattern for each of thousands of modules, more than `re` keeps.
+_compiled = functools.lru_cache(1 << 14)(re.compile)
+
+
+@functools.lru_cache(1 << 14)
 def _ways(pattern: str) -> tuple[int, float]:
     """The number of a pattern's quantifiers, each of which may match any part of a name, and an upper limit of the
     number of ways to choose its alternatives. The limit is infinite if groups repeat, or if the pattern is long or has
@@ -197,6 +201,8 @@ def _dtype(config: Mapping[str, Any]) -> np.dtype[Any]:
 class StoredTensors(Protocol):
     """A checkpoint as it is stored; `describe` gives the dtype, shape and file of a tensor before it is read."""
 
+    @property
+    def metadata(self) -> Mapping[str, Any] | None: ...
     def keys(self) -> KeysView[str]: ...
     def __getitem__(self, name: str, /) -> LazyTensor: ...
     def describe(self, name: str) -> Any: ...
@@ -222,6 +228,10 @@ class Contents:
 
     def has(self, name: str) -> bool:
         return name in self.left
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        return self._stored.metadata or {}
 
     def header(self, name: str) -> Any:
         return self._stored.describe(name)

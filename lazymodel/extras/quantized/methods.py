@@ -5,11 +5,7 @@ or `weight_scale`: one for all, one for each row, or one for each block of `weig
 `float32(weight) * float32(scale)`, rounded once to the model's dtype, as in `weight_dequant_kernel` of DeepSeek-V3's
 `inference/kernel.py`, and in `Fp8Dequantize` of transformers. Scales of activations and of caches are left out.
 
-**GPTQ and AWQ**: integers of a few bits in words of 32, zero points packed alike, and a scale for each group of rows.
-Both store the transposed weight: `qweight` int32, and `scales` and `qzeros` with a row for each group of input
-features. The value is `scale * (code - zero)`. The difference of integers is exact. The product is rounded to the
-scales' dtype, usually float16, and then to the model's, as in GPTQModel's `dequantize_weight` and AutoAWQ's
-`dequantize_gemm`.
+GPTQ, AWQ and what stores the same are in `packed`, MLX in `mlx`, torchao in `torchao`.
 
 **bitsandbytes**: four bits are two codes in a byte, the first in its upper half. Each selects one of the 16 values of
 `quant_map`, multiplied by the largest magnitude in its block (`absmax`), which may itself be stored in 8 bits, in
@@ -21,9 +17,9 @@ model's dtype. `quant_state` is JSON in a tensor of bytes (`QuantState.as_dict(p
 `float-quantized`, `int-quantized` and `naive-quantized` store 8-bit weights with `weight_scale`, and optionally
 `weight_zero_point`. `mxfp8-quantized` has scales that are powers of two, as bytes. `pack-quantized` stores integers of
 a few bits plus half of their range in words of 32 bits, `weight_packed`, with zero points packed alike along the rows,
-and optionally `weight_g_idx`, the group of each column. `nvfp4-pack-quantized` and `mxfp4-pack-quantized` store blocks
-of 4-bit floats. As in `_dequantize`, the difference of code and zero point and its product with the scale are computed
-in the scale's dtype; then they are cast to the model's.
+and optionally `weight_g_idx`, the group of each column. `nvfp4-pack-quantized`, `mxfp4-pack-quantized` and
+`mxfp6-pack-quantized` store blocks of 4- and 6-bit floats. As in `_dequantize`, the difference of code and zero point
+and its product with the scale are computed in the scale's dtype; then they are cast to the model's.
 
 Raises for a form that no method knows, and for tensors that still look quantized after all methods took what they
 know: a weight loaded without its scale would be silently wrong.
@@ -48,13 +44,14 @@ from lazymodel._show.text import listed
 from lazymodel._tensors.boxes import Box
 from lazymodel._tensors.buffers import Steps, Workspace
 from lazymodel._tensors.casting import is_marker, is_quantized, scales_beside
-from lazymodel._tensors.decoded import DecodedTensor, Stored, Unpack
+from lazymodel._tensors.decoded import DecodedTensor, Stored
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.tensor_source import View
 from lazymodel.checkpoints._hugging_face import Plain
 from lazymodel.checkpoints._untrusted import is_finite
 from lazymodel.extras.quantized.config import ADVICE, DTYPES, Config, Contents, StoredTensors, find_config, matches
 from lazymodel.extras.quantized.mlx import decode_mlx, split_experts
+from lazymodel.extras.quantized.packed import decode_auto_round, decode_awq, decode_awq_of_modelopt, decode_gptq
 from lazymodel.extras.quantized.scaled import (
     WORD,
     ScaledTensor,
@@ -64,9 +61,11 @@ from lazymodel.extras.quantized.scaled import (
     integers,
     integers_down,
     lookup,
+    mxfp6,
     scaled_integers,
     scales_of,
 )
+from lazymodel.extras.quantized.torchao import decode_torchao
 
 _KINDS = ("float16", "bfloat16", "float32")  # of scales
 
@@ -134,87 +133,6 @@ def _take_one(
 def _drop_activations(contents: Contents) -> None:
     """Drops the scales and zero points of activations."""
     contents.drop(*[name for name in contents.left if _ACTIVATIONS.fullmatch(name)])
-
-
-# GPTQ and AWQ ---------------------------------------------------------------------------------------------------------
-
-_GPTQ_BITS = (2, 4, 8)
-_AWQ_BITS, _AWQ_ORDER = 4, (0, 2, 4, 6, 1, 3, 5, 7)
-_WORDS = ("int32", "uint32")
-
-
-def _decode_gptq(contents: Contents) -> None:
-    """Decodes the modules of `gptq`: codes packed along the input, and groups that `g_idx` may reorder.
-
-    `checkpoint_format: gptq` stores zero points less 1, modulo 2 to the number of bits; `gptq_v2` stores them as is.
-    """
-    config = contents.config
-    bits, form = config.count("bits"), config.get("checkpoint_format") or config.get("format") or "gptq"
-    if bits not in _GPTQ_BITS:
-        config.reject(f"one of {_GPTQ_BITS} as bits", str(bits))
-    if form not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
-        config.reject("gptq or gptq_v2 as checkpoint_format", repr(form))
-    zeros = integers_down(bits, plus=1 if form == "gptq" else 0)
-    for module in _packed_modules(contents):
-        words, columns = contents.matrix(f"{module}.qweight", *_WORDS)
-        rows, order = words * (WORD // bits), f"{module}.g_idx"
-        if contents.has(order):
-            contents.expect(order, (rows,), *_WORDS)
-        elif config.get("desc_act"):
-            contents.require(f"{module}.qweight", order)
-        _add_integers(contents, module, (columns, rows), integers(bits), (1, WORD // bits), zeros, bits)
-
-
-def _decode_awq(contents: Contents) -> None:
-    """Decodes the modules of `awq` in its `gemm` version: codes packed along the output, interleaved."""
-    config = contents.config
-    bits = config.count("bits", config.get("w_bit"))
-    version = str(config.get("version") or config.get("checkpoint_format") or config.get("format") or "gemm").lower()
-    if bits != _AWQ_BITS or version != "gemm":
-        config.reject("4 bits in version gemm", f"{bits} bits in version {version}")
-    for module in _packed_modules(contents):
-        rows, words = contents.matrix(f"{module}.qweight", *_WORDS)
-        shape, codes = (words * (WORD // bits), rows), integers_down(bits, order=_AWQ_ORDER)
-        _add_integers(contents, module, shape, codes, (WORD // bits, 1), codes, bits)
-
-
-def _packed_modules(contents: Contents) -> list[str]:
-    """The modules with packed weights. Scales without a weight would be of activations, as AWQ has for some models."""
-    for module in contents.names(".scales"):
-        contents.require(f"{module}.scales", f"{module}.qweight")
-    return list(contents.names(".qweight"))
-
-
-def _add_integers(
-    contents: Contents, module: str, shape: tuple[int, int], codes: Unpack, packing: Sequence[int], zeros: Unpack,
-    bits: int,
-) -> None:  # fmt: skip
-    """Adds a module whose weight has this shape.
-
-    Stored tensors are transposed while they are packed, when they are smallest.
-    """
-    columns, rows = shape
-    names = [f"{module}.{part}" for part in ("qweight", "qzeros", "scales")]
-    contents.require(names[0], *names[1:])
-    size = contents.config.get("group_size", contents.config.get("q_group_size", -1))
-    group = rows if size in (-1, None) else min(contents.config.count("group_size", size), rows)
-    groups = -(-rows // group)
-    contents.expect(names[1], (groups, -(-columns * bits // WORD)), *_WORDS)
-    contents.expect(names[2], (groups, columns), *_KINDS)
-    order = [f"{module}.g_idx"] if contents.has(f"{module}.g_idx") else []
-
-    def make() -> LazyTensor:
-        weight, zero, scale = (contents.tensor(name).T for name in names)
-        return scaled_integers(
-            shape,
-            Stored(weight, (1, 1), codes, packing),
-            Stored(scale, (1, group)),
-            Stored(zero, (1, group), zeros, (WORD // bits, 1)),
-            order=(1, contents.tensor(order[0])) if order else None,
-            scattered=bool(contents.config.get("desc_act")),
-        )
-
-    contents.add(f"{module}.weight", names + order, shape, make)
 
 
 # bitsandbytes ---------------------------------------------------------------------------------------------------------
@@ -366,7 +284,7 @@ class _NestedTensor(DecodedTensor):
 
 _FORMATS = (
     *("dense", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "mixed-precision"),
-    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),
+    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized"),
 )
 _BITS = (1, 2, 4, 8)
 
@@ -391,6 +309,8 @@ def _decode_compressed_tensors(contents: Contents) -> None:
             _pack_quantized(contents, name, scheme)
         elif contents.has(f"{name}_global_scale"):
             add_float4(contents, name, packed, scale, f"{name}_global_scale", divides=True)
+        elif scheme.get("num_bits") == 6:
+            _float6(contents, name, packed, scale)
         else:
             add_float4(contents, name, packed, scale)
     for scale in [f"{name}_scale" for name in contents.names("_scale")]:
@@ -472,6 +392,21 @@ def _int_quantized(contents: Contents, name: str, scheme: _Scheme) -> None:
     contents.add(name, [name, scale, *zeros], shape, make)
 
 
+def _float6(contents: Contents, name: str, packed: str, scale: str) -> None:
+    """Adds a matrix in MXFP6 (E2M3): 32 codes in 24 bytes, the first in the lowest bits, share a power of two."""
+    rows, size = contents.matrix(packed, "uint8")
+    if size % 24:
+        contents.reject(packed, "rows of whole blocks of 24 bytes", str(size))
+    contents.expect(scale, (rows, size // 24), "uint8", "float8_e8m0fnu")
+
+    def make() -> LazyTensor:
+        codes = Stored(contents.tensor(packed).reshape(rows, -1, 6), (1, 1), mxfp6, (1, 8))
+        powers = Stored(contents.tensor(scale), (1, 32), floats(_POWERS))
+        return LazyTensor(ScaledTensor((rows, size // 6 * 8), codes, powers))
+
+    contents.add(name, [packed, scale], (rows, size // 6 * 8), make)
+
+
 def _zeros(contents: Contents, name: str, scheme: _Scheme) -> list[str]:
     """The name of the zero points; empty if there are none."""
     zero = f"{name}_zero_point"
@@ -547,6 +482,9 @@ def _pack_quantized(contents: Contents, name: str, scheme: _Scheme) -> None:
 
 
 def _decode_modelopt(contents: Contents) -> None:
+    if contents.config.get("quant_algo") == "W4A16_AWQ":
+        decode_awq_of_modelopt(contents)
+        return
     for name in list(contents.names("_scale_2")):
         if contents.has(name) and contents.has(f"{name}_scale") and contents.header(name).dtype.name == "uint8":
             add_float4(contents, name, name, f"{name}_scale", f"{name}_scale_2")
@@ -559,8 +497,11 @@ _METHODS: Mapping[str, Callable[[Contents], None]] = {
     "modelopt": _decode_modelopt,
     "modelopt_fp4": _decode_modelopt,
     "compressed-tensors": _decode_compressed_tensors,
-    "gptq": _decode_gptq,
-    "awq": _decode_awq,
+    "gptq": decode_gptq,
+    "awq": decode_awq,
+    "auto-round": decode_auto_round,
+    "intel/auto-round": decode_auto_round,
+    "torchao": decode_torchao,
     "bitsandbytes": _decode_bitsandbytes,
     "mxfp4": decode_mxfp4,
     "mlx": decode_mlx,

@@ -24,7 +24,7 @@ import numpy as np
 
 from lazymodel._tensors.boxes import Box, shift
 from lazymodel._tensors.buffers import Steps, Workspace
-from lazymodel._tensors.decoded import Stored, Unpack
+from lazymodel._tensors.decoded import Stored
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel.checkpoints._hugging_face import Plain
 from lazymodel.extras.quantized.config import DTYPES, Contents
@@ -37,6 +37,7 @@ from lazymodel.extras.quantized.scaled import (
     floats,
     integers,
     scaled_pairs,
+    straddling,
 )
 
 _BITS = {"affine": (1, 2, 3, 4, 5, 6, 8), "mxfp4": (4,), "nvfp4": (4,), "mxfp8": (8,)}
@@ -125,7 +126,7 @@ def _decoded(mode: str, bits: int, group: int, weight: LazyTensor, scale: LazyTe
         return LazyTensor(ScaledTensor(shape, codes, powers))
     together = math.lcm(bits, WORD) // WORD  # words after which codes begin at a word again
     if together > 1:
-        packed, unpack = weight.reshape(*rows, -1, together), _straddling(bits)
+        packed, unpack = weight.reshape(*rows, -1, together), straddling(bits)
     else:
         packed, unpack = weight, integers(bits)
     codes = Stored(packed, (*ones, 1), unpack, (*ones, together * WORD // bits))
@@ -154,27 +155,3 @@ def split_experts(contents: Contents, model_type: str) -> None:
 
 def _expert(joined: Plain, index: int) -> LazyTensor:
     return joined.make()[index]
-
-
-@functools.cache
-def _straddling(bits: int) -> Unpack:
-    """Unsigned integers of 3, 5 or 6 bits, eight in as many bytes."""
-    mask = np.uint64((1 << bits) - 1)
-
-    def unpack(stored: np.ndarray, out: np.ndarray, workspace: Workspace) -> None:
-        bytes_of = stored.view(np.uint8).reshape(-1, bits)
-        numbers = out.reshape(-1, 8)
-        with (
-            workspace.array((len(bytes_of),), np.dtype(np.uint64)) as joined,
-            workspace.array((len(bytes_of),), np.dtype(np.uint64)) as code,
-        ):
-            np.copyto(joined, bytes_of[:, 0])
-            for place in range(1, bits):
-                np.left_shift(bytes_of[:, place], np.uint64(8 * place), out=code, dtype=np.uint64)
-                np.bitwise_or(joined, code, out=joined)
-            for place in range(8):
-                np.right_shift(joined, np.uint64(bits * place), out=code)
-                np.bitwise_and(code, mask, out=code)
-                np.copyto(numbers[:, place], code, casting="unsafe")
-
-    return unpack

@@ -31,6 +31,8 @@ INDEX = np.dtype(np.intp)  # dtype of NumPy's indices; it would convert narrower
 _NUMBER = 4 + 4 + 8 + 4 * 4
 _HALF = np.dtype(np.float16)
 _HALF_NORMAL, _HALF_MOST = 2.0**-14, 65504.0
+_E2M3_MAGNITUDES = np.append(np.arange(8), [(8 + m) << e for e in range(3) for m in range(8)]).astype(np.float32) / 8
+_E2M3 = np.concatenate([_E2M3_MAGNITUDES, -_E2M3_MAGNITUDES])
 _REBIAS = np.float32(2.0**-112)  # the difference of the exponents' biases of float32 and float16
 _CUT = np.float32(2.0**13)  # float16 has this factor fewer digits than float32
 
@@ -285,6 +287,38 @@ def integers_down(bits: int, offset: int = 0, plus: int = 0, order: Sequence[int
             np.add(out, np.float32(offset), out=out)
 
     return unpack
+
+
+@functools.cache
+def straddling(bits: int) -> Unpack:
+    """Unsigned integers of 3, 5 or 6 bits, eight in as many bytes."""
+    mask = np.uint64((1 << bits) - 1)
+
+    def unpack(stored: np.ndarray, out: np.ndarray, workspace: Workspace) -> None:
+        bytes_of = stored.view(np.uint8).reshape(-1, bits)
+        numbers = out.reshape(-1, 8)
+        with (
+            workspace.array((len(bytes_of),), np.dtype(np.uint64)) as joined,
+            workspace.array((len(bytes_of),), np.dtype(np.uint64)) as code,
+        ):
+            np.copyto(joined, bytes_of[:, 0])
+            for place in range(1, bits):
+                np.left_shift(bytes_of[:, place], np.uint64(8 * place), out=code, dtype=np.uint64)
+                np.bitwise_or(joined, code, out=joined)
+            for place in range(8):
+                np.right_shift(joined, np.uint64(bits * place), out=code)
+                np.bitwise_and(code, mask, out=code)
+                np.copyto(numbers[:, place], code, casting="unsafe")
+
+    return unpack
+
+
+def mxfp6(stored: np.ndarray, out: np.ndarray, workspace: Workspace) -> None:
+    """Floats of six bits (E2M3), eight in six bytes."""
+    straddling(6)(stored, out, workspace)
+    with workspace.array(out.shape, INDEX) as index:
+        np.copyto(index, out, casting="unsafe")
+        np.take(_E2M3, index, out=out, mode="clip")
 
 
 # Blocks of scales

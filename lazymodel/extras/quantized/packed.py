@@ -1,0 +1,211 @@
+"""GPTQ, AWQ, auto-round and ModelOpt's W4A16_AWQ: integers of a few bits, a scale and a zero point for each group.
+
+GPTQ and AWQ have codes in words of 32, zero points packed alike, and a scale for each group of rows. Both store the
+transposed weight: `qweight` int32, and `scales` and `qzeros` with a row for each group of input features. The value is
+`scale * (code - zero)`. The difference of integers is exact. The product is rounded to the scales' dtype, usually
+float16, and then to the model's, as in GPTQModel's `dequantize_weight` and AutoAWQ's `dequantize_gemm`.
+
+Modules may have bits and groups of their own. GPTQ's `dynamic` has regular expressions for names of modules; the first
+that matches counts, after `-:` it leaves the module out. The `extra_config` of auto-round has names of modules, and
+regular expressions for all others, and 16 bits leave a module out. `auto-round` has the tensors of GPTQ or AWQ, which
+`packing_format` says (auto-round 0.16.1).
+
+`W4A16_AWQ` of NVIDIA's ModelOpt (0.47.0) has two codes of a column in a byte of `weight`, the upper row in the lower
+half, from -8 to 7, and `weight_scale` for each group of a row. The product in float32 is rounded to the model's dtype.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from lazymodel._tensors.buffers import Workspace
+from lazymodel._tensors.decoded import Stored, Unpack
+from lazymodel._tensors.lazy import LazyTensor
+from lazymodel.extras.quantized.config import DTYPES, Config, Contents, matches
+from lazymodel.extras.quantized.scaled import (
+    WORD,
+    ScaledTensor,
+    integers,
+    integers_down,
+    scaled_integers,
+    scales_of,
+)
+
+_GPTQ_BITS = (2, 4, 8)
+_AWQ_BITS, _AWQ_ORDER = 4, (0, 2, 4, 6, 1, 3, 5, 7)
+_WORDS = ("int32", "uint32")
+_PACKINGS = {
+    "auto_round:auto_gptq": "gptq", "auto_round:gptq": "gptq",
+    "auto_round": "gptq_v2", "auto_round:gptqmodel": "gptq_v2",
+    "auto_round:auto_awq": "gemm", "auto_round:awq": "gemm",
+}  # fmt: skip
+
+
+def decode_gptq(contents: Contents) -> None:
+    """Decodes the modules of `gptq`: codes packed along the input, and groups that `g_idx` may reorder.
+
+    `checkpoint_format: gptq` stores zero points less 1, modulo 2 to the number of bits; `gptq_v2` stores them as is.
+    """
+    config = contents.config
+    form = config.get("checkpoint_format") or config.get("format") or "gptq"
+    if form not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
+        config.reject("gptq or gptq_v2 as checkpoint_format", repr(form))
+    for module in _packed_modules(contents):
+        _add_gptq(contents, module, _dynamic(contents, module), less=form == "gptq")
+
+
+def decode_awq(contents: Contents) -> None:
+    """Decodes the modules of `awq` in its `gemm` version: codes packed along the output, interleaved."""
+    config = contents.config
+    version = str(config.get("version") or config.get("checkpoint_format") or config.get("format") or "gemm").lower()
+    for module in _packed_modules(contents):
+        _add_awq(contents, module, config, version)
+
+
+def decode_auto_round(contents: Contents) -> None:
+    """Decodes the modules of `auto-round`."""
+    config = contents.config
+    packing = str(config.get("packing_format") or "auto_round:gptq")  # as transformers assumes
+    kind, bits = config.get("data_type", "int"), config.get("act_bits")
+    if packing not in _PACKINGS or kind != "int" or bits not in (None, 16, 32) or config.get("rotation_config"):
+        expected = f"one of {', '.join(_PACKINGS)} as packing_format, and integers of weights alone"
+        config.reject(expected, f"{packing!r}, data_type {kind!r}, act_bits {bits!r}")
+    extra: Any = config.get("extra_config") or {}
+    if not isinstance(extra, dict):
+        config.reject("an object as extra_config", repr(extra))
+    extra = cast("dict[str, Any]", extra)
+    modules = dict.fromkeys(_packed_modules(contents))
+    patterns = [key for key in extra if key not in modules and not contents.has(f"{key}.weight")]
+    for module in modules:
+        found = module if module in extra else next((k for k in patterns if matches(f"re:.*(?:{k})", module)), None)
+        options = _own(contents, module, config, extra.get(found) if found else {}, "extra_config")
+        if options.count("bits") >= 16:
+            _left_out(contents, module, "extra_config")
+        if _PACKINGS[packing] == "gemm":
+            _add_awq(contents, module, options, "gemm")
+        else:
+            _add_gptq(contents, module, options, less=_PACKINGS[packing] == "gptq")
+
+
+def _dynamic(contents: Contents, module: str) -> Config:
+    """The configuration of a module of GPTQ: the first pattern of `dynamic` that matches overrides what is for all."""
+    config = contents.config
+    patterns: Any = config.get("dynamic") or {}
+    if not isinstance(patterns, dict):
+        config.reject("an object as dynamic", repr(patterns))
+    for key, own in cast("dict[str, Any]", patterns).items():
+        pattern = key[2:] if key.startswith(("+:", "-:")) else key
+        if matches(f"re:{pattern}", module):
+            if key.startswith("-:"):
+                _left_out(contents, module, "dynamic")
+            return _own(contents, module, config, own, "dynamic")
+    return config
+
+
+def _own(contents: Contents, module: str, config: Config, own: Any, key: str) -> Config:
+    if not isinstance(own, dict):
+        contents.reject(f"{module}.qweight", f"an object for it in {key}", repr(own))
+    return dataclasses.replace(config, options={**config.options, **cast("dict[str, Any]", own)})
+
+
+def _left_out(contents: Contents, module: str, key: str) -> None:
+    contents.reject(f"{module}.qweight", f"a plain tensor, as {key} leaves the module out", "parts")
+
+
+def _packed_modules(contents: Contents) -> list[str]:
+    """The modules with packed weights. Scales without a weight would be of activations, as AWQ has for some models."""
+    for module in contents.names(".scales"):
+        contents.require(f"{module}.scales", f"{module}.qweight")
+    return list(contents.names(".qweight"))
+
+
+def _add_gptq(contents: Contents, module: str, config: Config, *, less: bool) -> None:
+    """Adds a module, in which zero points may be stored less 1."""
+    bits = config.count("bits")
+    if bits not in _GPTQ_BITS:
+        config.reject(f"one of {_GPTQ_BITS} as bits", str(bits))
+    words, columns = contents.matrix(f"{module}.qweight", *_WORDS)
+    rows, order = words * (WORD // bits), f"{module}.g_idx"
+    if contents.has(order):
+        contents.expect(order, (rows,), *_WORDS)
+    elif config.get("desc_act"):
+        contents.require(f"{module}.qweight", order)
+    zeros = integers_down(bits, plus=1 if less else 0)
+    _add_integers(contents, module, config, (columns, rows), integers(bits), (1, WORD // bits), zeros, bits)
+
+
+def _add_awq(contents: Contents, module: str, config: Config, version: str) -> None:
+    bits = config.count("bits", config.get("w_bit"))
+    if bits != _AWQ_BITS or version != "gemm":
+        config.reject("4 bits in version gemm", f"{bits} bits in version {version}")
+    rows, words = contents.matrix(f"{module}.qweight", *_WORDS)
+    shape, codes = (words * (WORD // bits), rows), integers_down(bits, order=_AWQ_ORDER)
+    _add_integers(contents, module, config, shape, codes, (WORD // bits, 1), codes, bits)
+
+
+def _add_integers(
+    contents: Contents, module: str, config: Config, shape: tuple[int, int], codes: Unpack, packing: Sequence[int],
+    zeros: Unpack, bits: int,
+) -> None:  # fmt: skip
+    """Adds a module whose weight has this shape.
+
+    Stored tensors are transposed while they are packed, when they are smallest.
+    """
+    columns, rows = shape
+    names = [f"{module}.{part}" for part in ("qweight", "qzeros", "scales")]
+    contents.require(names[0], *names[1:])
+    size = config.get("group_size", config.get("q_group_size", -1))
+    group = rows if size in (-1, None) else min(config.count("group_size", size), rows)
+    groups = -(-rows // group)
+    contents.expect(names[1], (groups, -(-columns * bits // WORD)), *_WORDS)
+    contents.expect(names[2], (groups, columns), *DTYPES)
+    order = [f"{module}.g_idx"] if contents.has(f"{module}.g_idx") else []
+
+    def make() -> LazyTensor:
+        weight, zero, scale = (contents.tensor(name).T for name in names)
+        return scaled_integers(
+            shape,
+            Stored(weight, (1, 1), codes, packing),
+            Stored(scale, (1, group)),
+            Stored(zero, (1, group), zeros, (WORD // bits, 1)),
+            order=(1, contents.tensor(order[0])) if order else None,
+            scattered=bool(config.get("desc_act")),
+        )
+
+    contents.add(f"{module}.weight", names + order, shape, make)
+
+
+def decode_awq_of_modelopt(contents: Contents) -> None:
+    """Decodes the modules of `modelopt` with `W4A16_AWQ`."""
+    group = contents.config.count("group_size")
+    for name in contents.names("_scale"):
+        if not contents.has(name) or contents.header(name).dtype != np.uint8:
+            continue
+        half, columns = contents.matrix(name)
+        shape, scale = (2 * half, columns), f"{name}_scale"
+        contents.expect(scale, contents.header(scale).shape, *DTYPES)
+        arrangement, blocks = scales_of(contents, scale, shape, (1, group))
+
+        def make(
+            name: str = name, shape: tuple[int, int] = shape, arrangement: Any = arrangement, blocks: Any = blocks
+        ) -> LazyTensor:
+            codes = Stored(contents.tensor(name), (1, 1), _signed_down, (2, 1))
+            scales = Stored(contents.tensor(f"{name}_scale").reshape(arrangement), blocks)
+            return LazyTensor(ScaledTensor(shape, codes, scales))
+
+        contents.add(name, [name, scale], shape, make)
+
+
+def _signed_down(stored: np.ndarray, out: np.ndarray, workspace: Workspace) -> None:
+    """Integers of 4 bits with a sign, two rows in one of bytes, the first in the lower half."""
+    codes = stored.view(np.int8)
+    with workspace.array(codes.shape, codes.dtype) as half:
+        np.left_shift(codes, 4, out=half)
+        np.right_shift(half, 4, out=half)  # keeps the sign
+        np.copyto(out[..., 0::2, :], half)
+        np.right_shift(codes, 4, out=half)
+        np.copyto(out[..., 1::2, :], half)
