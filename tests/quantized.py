@@ -265,14 +265,6 @@ def mlx_floats(mode: str) -> Any:
     return make
 
 
-def modelopt_awq(rng: np.random.Generator, rows: int, columns: int) -> tuple[Tensors, np.ndarray]:
-    """ModelOpt's W4A16_AWQ: two rows in one of bytes."""
-    codes, scale = rng.integers(-8, 8, (rows, columns)), scales(rng, (rows, columns // 32), BF16)
-    packed = (codes[0::2] & 15 | (codes[1::2] & 15) << 4).astype(np.uint8)
-    value = codes.astype(F32) * np.repeat(scale.astype(F32), 32, 1)
-    return {"weight": packed, "weight_scale": scale}, value.astype(BF16)
-
-
 def torchao(group: int, *, zero: bool = False, kind: Any = np.int8, scale_kind: Any = F32) -> Any:
     """torchao's codes of 8 bits; a group of 0 is a row."""
 
@@ -296,7 +288,7 @@ def of_torchao(config: dict[str, Any], tensors: Tensors) -> dict[str, str]:
     found: dict[str, str] = {}
     for codes in [name for name in tensors if name.endswith("._weight_qdata")]:
         prefix = codes.removesuffix("_qdata")
-        shape, scale = tensors[codes].shape, tensors.get(f"{prefix}_scale", np.ones(1)).shape
+        shape, scale = tensors[codes].shape, tensors.get(f"{prefix}_scale", np.ones((1, 1))).shape
         data = {
             "block_size": [n // max(1, m) for n, m in zip(shape, scale, strict=False)],
             "dtype": {"_type": "torch.dtype", "_data": config.get("torch_dtype", "bfloat16")},
@@ -424,7 +416,6 @@ FORMS: dict[str, Form] = {
     "torchao-int8": Form({"quant_method": "torchao"}, torchao(0, zero=True)),
     "torchao-int8-group": Form({"quant_method": "torchao"}, torchao(32, scale_kind=BF16)),
     "torchao-float8": Form({"quant_method": "torchao"}, torchao(0, kind=F8)),
-    "modelopt-awq": Form({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": 32}, modelopt_awq),
     "modelopt-nvfp4": Form({"quant_method": "modelopt", "quant_algo": "NVFP4"}, float4(16, style="modelopt")),
 }  # fmt: skip
 

@@ -51,7 +51,7 @@ from lazymodel.checkpoints._hugging_face import Plain
 from lazymodel.checkpoints._untrusted import is_finite
 from lazymodel.extras.quantized.config import ADVICE, DTYPES, Config, Contents, StoredTensors, find_config, matches
 from lazymodel.extras.quantized.mlx import decode_mlx, split_experts
-from lazymodel.extras.quantized.packed import decode_auto_round, decode_awq, decode_awq_of_modelopt, decode_gptq
+from lazymodel.extras.quantized.packed import decode_auto_round, decode_awq, decode_gptq
 from lazymodel.extras.quantized.scaled import (
     WORD,
     ScaledTensor,
@@ -482,9 +482,6 @@ def _pack_quantized(contents: Contents, name: str, scheme: _Scheme) -> None:
 
 
 def _decode_modelopt(contents: Contents) -> None:
-    if contents.config.get("quant_algo") == "W4A16_AWQ":
-        decode_awq_of_modelopt(contents)
-        return
     for name in list(contents.names("_scale_2")):
         if contents.has(name) and contents.has(f"{name}_scale") and contents.header(name).dtype.name == "uint8":
             add_float4(contents, name, name, f"{name}_scale", f"{name}_scale_2")

@@ -1,4 +1,4 @@
-"""GPTQ, AWQ, auto-round and ModelOpt's W4A16_AWQ: integers of a few bits, a scale and a zero point for each group.
+"""GPTQ, AWQ and auto-round: integers of a few bits, a scale and a zero point for each group.
 
 GPTQ and AWQ have codes in words of 32, zero points packed alike, and a scale for each group of rows. Both store the
 transposed weight: `qweight` int32, and `scales` and `qzeros` with a row for each group of input features. The value is
@@ -9,9 +9,6 @@ Modules may have bits and groups of their own. GPTQ's `dynamic` has regular expr
 that matches counts, after `-:` it leaves the module out. The `extra_config` of auto-round has names of modules, and
 regular expressions for all others, and 16 bits leave a module out. `auto-round` has the tensors of GPTQ or AWQ, which
 `packing_format` says (auto-round 0.16.1).
-
-`W4A16_AWQ` of NVIDIA's ModelOpt (0.47.0) has two codes of a column in a byte of `weight`, the upper row in the lower
-half, from -8 to 7, and `weight_scale` for each group of a row. The product in float32 is rounded to the model's dtype.
 """
 
 from __future__ import annotations
@@ -20,19 +17,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, cast
 
-import numpy as np
-
-from lazymodel._tensors.buffers import Workspace
 from lazymodel._tensors.decoded import Stored, Unpack
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel.extras.quantized.config import DTYPES, Config, Contents, matches
 from lazymodel.extras.quantized.scaled import (
     WORD,
-    ScaledTensor,
     integers,
     integers_down,
     scaled_integers,
-    scales_of,
 )
 
 _GPTQ_BITS = (2, 4, 8)
@@ -177,35 +169,3 @@ def _add_integers(
         )
 
     contents.add(f"{module}.weight", names + order, shape, make)
-
-
-def decode_awq_of_modelopt(contents: Contents) -> None:
-    """Decodes the modules of `modelopt` with `W4A16_AWQ`."""
-    group = contents.config.count("group_size")
-    for name in contents.names("_scale"):
-        if not contents.has(name) or contents.header(name).dtype != np.uint8:
-            continue
-        half, columns = contents.matrix(name)
-        shape, scale = (2 * half, columns), f"{name}_scale"
-        contents.expect(scale, contents.header(scale).shape, *DTYPES)
-        arrangement, blocks = scales_of(contents, scale, shape, (1, group))
-
-        def make(
-            name: str = name, shape: tuple[int, int] = shape, arrangement: Any = arrangement, blocks: Any = blocks
-        ) -> LazyTensor:
-            codes = Stored(contents.tensor(name), (1, 1), _signed_down, (2, 1))
-            scales = Stored(contents.tensor(f"{name}_scale").reshape(arrangement), blocks)
-            return LazyTensor(ScaledTensor(shape, codes, scales))
-
-        contents.add(name, [name, scale], shape, make)
-
-
-def _signed_down(stored: np.ndarray, out: np.ndarray, workspace: Workspace) -> None:
-    """Integers of 4 bits with a sign, two rows in one of bytes, the first in the lower half."""
-    codes = stored.view(np.int8)
-    with workspace.array(codes.shape, codes.dtype) as half:
-        np.left_shift(codes, 4, out=half)
-        np.right_shift(half, 4, out=half)  # keeps the sign
-        np.copyto(out[..., 0::2, :], half)
-        np.right_shift(codes, 4, out=half)
-        np.copyto(out[..., 1::2, :], half)

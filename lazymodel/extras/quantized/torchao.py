@@ -30,6 +30,9 @@ def decode_torchao(contents: Contents) -> None:
         module, _, own = prefix.rpartition(".")
         if own.startswith("_"):
             _add(contents, prefix, f"{module}.{own[1:]}" if module else own[1:])
+    for prefix in contents.names("_scale"):
+        if prefix.rpartition(".")[2].startswith("_"):
+            contents.require(f"{prefix}_scale", f"{prefix}_qdata")
 
 
 def _add(contents: Contents, prefix: str, name: str) -> None:
@@ -45,7 +48,7 @@ def _add(contents: Contents, prefix: str, name: str) -> None:
     of_dtype = cast("dict[str, Any]", kind).get("_data") if isinstance(kind, dict) else None
     shape = tuple(contents.header(codes).shape)
     sizes = cast("list[Any]", block) if isinstance(block, list) else []
-    if len(sizes) != len(shape) or not all(type(n) is int and n > 0 for n in sizes) or of_dtype not in DTYPES:
+    if len(sizes) != len(shape) or not all(type(n) is int and n > 0 for n in sizes) or str(of_dtype) not in DTYPES:
         expected = f"positive integers as block_size, and one of {', '.join(DTYPES)} as dtype"
         contents.reject(codes, expected, f"{block!r}, {kind!r}")
     contents.require(codes, scale)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 import lazymodel as lm
 from tests import quantized
@@ -57,6 +58,17 @@ def test_unknown_methods(method: str, tmp_path: Path) -> None:
         ("gptq", {"checkpoint_format": "marlin"}, "as checkpoint_format, found 'marlin'"),
         ("gptq", {"group_size": 16}, f"'{M}.qzeros'"),
         ("awq", {"version": "gemv"}, "version gemv"),
+        ("gptq-dynamic", {"dynamic": {"-:.*mlp": {}}}, "as dynamic leaves the module out, found parts"),
+        ("gptq-dynamic", {"dynamic": {"+:.*up_proj": {"bits": 3}}}, "expected one of (2, 4, 8) as bits, found 3"),
+        ("gptq-dynamic", {"dynamic": {"+:.*up_proj": 8}}, "an object for it in dynamic, found 8"),
+        ("gptq-dynamic", {"dynamic": {"+:.*down_proj": {"bits": 8}}}, f"'{M}.g_idx'"),
+        ("gptq-dynamic", {"dynamic": {"+:(a+)+$": {"bits": 8}}}, "expected a regular expression"),
+        ("gptq-dynamic", {"dynamic": [8]}, "an object as dynamic, found [8]"),
+        ("auto-round", {"extra_config": {M: {"bits": 16}}}, "as extra_config leaves the module out, found parts"),
+        ("auto-round", {"extra_config": {".*(up": {"bits": 4}}}, "expected a regular expression"),
+        ("auto-round", {"packing_format": "auto_round:llm_compressor"}, "found 'auto_round:llm_compressor'"),
+        ("auto-round", {"data_type": "mx_fp"}, "data_type 'mx_fp'"),
+        ("auto-round-awq", {"bits": 8}, "8 bits in version gemm"),
         ("mlx-4", {"bits": 7}, "mxfp8 of 8 bits, found 'affine' of 7"),
         ("mlx-4", {"mode": "mxfp3"}, "found 'mxfp3' of 4"),
         ("mlx-4", {"mode": "mxfp4"}, f"'{M}.scales'"),
@@ -70,6 +82,7 @@ def test_unknown_methods(method: str, tmp_path: Path) -> None:
         ("pack-4", {"ignore": "up_proj"}, "expected a list of modules as ignore"),
         ("fp8-block", {"weight_block_size": [0, 16]}, "expected two positive integers"),
         ("fp8-block", {"weight_block_size": [16, 16]}, "a scale for each block of [16, 16]"),
+        ("modelopt-fp8", {"quant_algo": "W4A16_AWQ"}, "found 'W4A16_AWQ'"),
         ("modelopt-fp8", {"quant_algo": "W4A8_AWQ"}, "found 'W4A8_AWQ'"),
     ],
 )
@@ -91,6 +104,8 @@ def test_configurations(form: str, change: dict[str, Any], words: str, tmp_path:
         ("nf4", "weight.quant_state.bitsandbytes__nf4", f"'{M}.weight' (uint8)"),
         ("int8", "SCB", f"'{M}.weight' (int8)"),
         ("mxfp4", "weight_scale", f"expected '{M}.weight_scale' alongside"),
+        ("torchao-int8", "_weight_scale", f"expected '{M}._weight_scale' alongside"),
+        ("torchao-float8", "_weight_qdata", f"expected '{M}._weight_qdata' alongside"),
         ("modelopt-nvfp4", "weight_scale_2", f"'{M}.weight'"),
     ],
 )
@@ -100,6 +115,30 @@ def test_parts_that_lack(form: str, lost: str, words: str, tmp_path: Path) -> No
     other = {name.replace(".0.", ".1."): array for name, array in stored.items()}
     del stored[f"{M}.{lost}"]
     assert words in refused(tmp_path, stored | other, config)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"_type": "NVFP4Tensor"}, "expected one of Int8Tensor, IntxUnpackedToInt8Tensor, Float8Tensor as its type"),
+        ({"_type": "Float8Tensor"}, "expected float8_e4m3fn or float8_e5m2, found int8"),
+        ({"_tensor_data_names": ["qdata", "scale", "act_pre_scale"]}, "found ['act_pre_scale']"),
+        ({"_data": {"block_size": [0, 64], "dtype": {"_data": "bfloat16"}}}, "positive integers as block_size"),
+        ({"_data": {"block_size": [1, 64], "dtype": {"_data": ["bfloat16"]}}}, "as dtype, found"),
+        ({"_data": {"block_size": [1, 16], "dtype": {"_data": "bfloat16"}}}, "a scale for each block of [1, 16]"),
+        (None, f"expected JSON under '{M}.weight' in the metadata of the file's header, found 'x'"),
+    ],
+)
+def test_types_of_torchao(change: dict[str, Any] | None, words: str, tmp_path: Path) -> None:
+    """Which its files state in their headers."""
+    stored, config = parts("torchao-int8")
+    said = quantized.of_torchao(config, stored)
+    text = json.dumps(json.loads(said[f"{M}.weight"]) | change) if change else "x"
+    write_folder(tmp_path / "folder", config, stored)
+    save_file(stored, tmp_path / "folder" / "model.safetensors", {f"{M}.weight": text})
+    with pytest.raises(lm.CheckpointError) as caught:
+        read_all(tmp_path / "folder")
+    assert words in str(caught.value)
 
 
 @pytest.mark.parametrize("form", ["gptq", "gptq-order", "pack-4-order"])
