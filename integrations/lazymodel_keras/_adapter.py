@@ -213,7 +213,8 @@ def _planned(target: Any, preset: str, load: bool, options: Mapping[str, Any], s
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", LazyModelWarning)
             # A model that does not compute what its configuration says needs the same memory.
-            planned = abstract_from_preset(target, preset, load_weights=False, **{**options, "strict": False})
+            loose: dict[str, Any] = {**options, "strict": False}
+            planned = abstract_from_preset(target, preset, load_weights=False, **loose)
         for each in caught:
             if issubclass(each.category, LazyModelWarning):
                 print(f"lazymodel: {each.message}".replace(preset, shown(source or preset)), file=sys.stderr)

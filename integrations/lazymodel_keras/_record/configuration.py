@@ -263,8 +263,9 @@ def _ropes(config: Config, layers: Sequence[Any], partial: bool) -> Iterator[tup
 
 def _query_scales(config: Config, layers: Sequence[Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
     stated = config.get("query_pre_attn_scalar")
-    for attention in (getattr(layer, "attention", None) for layer in layers):
-        if stated is not None and (by_head := getattr(attention, "query_head_dim_normalize", None)) is not None:
+    attentions: list[Any] = [getattr(layer, "attention", None) for layer in layers]
+    for attention in attentions if stated is not None else ():
+        if (by_head := getattr(attention, "query_head_dim_normalize", None)) is not None:
             computed = attention.head_dim if by_head else attention.hidden_dim // attention.num_query_heads
             if stated != computed:
                 yield "query_pre_attn_scalar", (stated, computed)
