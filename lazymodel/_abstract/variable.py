@@ -30,7 +30,7 @@ from lazymodel._errors import LazyModelError, ShardingError
 from lazymodel._programs.jaxprs import is_key, stored_as
 from lazymodel._show.table import placed_text, spec_text
 from lazymodel._show.text import closest
-from lazymodel._tensors.buffers import ML_NUMBERS
+from lazymodel._tensors.convert import ML_NUMBERS
 from lazymodel._tensors.lazy import LazyTensor, lazy
 from lazymodel._tensors.shards import DeviceTensor, in_other_memory
 

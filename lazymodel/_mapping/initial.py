@@ -21,7 +21,8 @@ from lazymodel._errors import LazyModelError
 from lazymodel._programs.jaxprs import is_key, key_data
 from lazymodel._programs.programs import CHUNK, ChunkedInit, InitRecipe, ProgramCache, chunked_init, run_recipes
 from lazymodel._tensors.boxes import Box, bounding, box_shape, clip, shift, slabs
-from lazymodel._tensors.buffers import Steps, Workspace, assign
+from lazymodel._tensors.buffers import Workspace
+from lazymodel._tensors.convert import Steps, assign
 from lazymodel._tensors.decoded import ComputedTensor
 from lazymodel._tensors.lazy import LazyTensor, lazy
 from lazymodel._tensors.tensor_source import CompositeSource, Part, TensorSource

@@ -40,8 +40,9 @@ from lazymodel._remote.store import Store, open_store
 from lazymodel._remote.url import is_url
 from lazymodel._show.text import printable
 from lazymodel._tensors.boxes import Geometry, ranges_of
-from lazymodel._tensors.buffers import DType, Steps, Workspace, parallel
+from lazymodel._tensors.buffers import Workspace, parallel
 from lazymodel._tensors.byte_reader import SAMPLE, SAMPLES, VERIFIED, ByteReader, FileReader, Seekable, samples
+from lazymodel._tensors.convert import DType, Steps
 
 BLOCK = 4 << 10  # bytes of a block, except the head: metadata between the tensors of an HDF5 file is about 2 KiB long
 _MOST_BLOCKS = 4096  # of a file that are kept

@@ -50,7 +50,8 @@ from lazymodel._save.write import chunks_of, owned, packed
 from lazymodel._show.progress import reported
 from lazymodel._show.text import format_bytes, listed
 from lazymodel._tensors.boxes import Box, box_shape, fresh_view, geometry_of, strided, whole_box
-from lazymodel._tensors.buffers import Scratch, Workspace, assign, empty_aligned, parallel
+from lazymodel._tensors.buffers import Scratch, Workspace, empty_aligned, parallel
+from lazymodel._tensors.convert import assign
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.tensor_source import fill, required_ranges
 from lazymodel.checkpoints._safetensors import FLOAT4

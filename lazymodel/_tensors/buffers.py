@@ -1,4 +1,4 @@
-"""Host memory for what is read: aligned buffers, scratch memory and its limits, copies that convert; and threads.
+"""Host memory for what is read: aligned buffers, scratch memory and its limits; and threads.
 
 Knows no file and no tensor. The caller decides who owns a buffer and how many exist at a time.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import functools
 import itertools
 import math
@@ -20,12 +19,11 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
-import ml_dtypes
 import numpy as np
 
-from lazymodel._tensors.boxes import grid, slabs, whole_box
+from lazymodel._tensors.convert import DType
 
 DEFAULT_BUDGET = 4 << 30  # bytes; enough to keep any disk busy, for models of any size
 MAPPED = 1 << 20  # bytes from which memory is mapped rather than allocated by malloc
@@ -33,42 +31,6 @@ ALIGNMENT = 64  # bytes; JAX's CPU backend uses a host buffer without a copy if 
 HUGE_PAGE = 2 << 20  # bytes; of x86-64 and most arm64 kernels; with other kernels it is only an alignment
 ARENA = 128 << 20  # bytes of a map that many buffers share; its last huge page is half empty on average: under 1 %
 STAGING = 2 << 20  # bytes; limit of one staging buffer: amortizes a call, and the data are still in the cache
-CHAIN = 1 << 16  # elements that a chain of several conversions handles at a time
-TILE = 128  # rows of a tile when transposing: writing them together fills cache lines
-LINE = 8  # adjacent numbers from which on tiles are worth their calls
-TRANSPOSED = 256 << 10  # bytes of a tile when transposing: fits a core's cache, and is worth releasing the GIL for
-
-
-@dataclasses.dataclass(frozen=True)
-class Arithmetic:
-    """Elementwise arithmetic of one array and scalars: a function of NumPy and its operands, None for the array."""
-
-    function: Any
-    operands: tuple[Any, ...]
-
-    def __call__(self, values: np.ndarray) -> np.ndarray:
-        return np.asarray(self.function(*(values if operand is None else operand for operand in self.operands)))
-
-
-@dataclasses.dataclass(frozen=True)
-class Convert:
-    """One deferred elementwise conversion: a cast to `dtype`, a reinterpretation of the same bits, or arithmetic."""
-
-    dtype: np.dtype[Any]  # dtype of the result
-    bitcast: bool = False  # True if it is a reinterpretation
-    function: Callable[[np.ndarray], np.ndarray] | None = None  # the arithmetic, elementwise, to `dtype`
-    replaceable: bool = False  # True if a cast after it replaces it: the elements are known more precisely
-
-    def __call__(self, values: np.ndarray) -> np.ndarray:
-        if self.function is not None:
-            return self.function(values)
-        return values.view(self.dtype) if self.bitcast else values.astype(self.dtype)
-
-
-Steps: TypeAlias = "tuple[Convert, ...]"
-DType: TypeAlias = "np.dtype[Any]"
-# The scalar types of JAX' dtypes that are not NumPy's own: bfloat16, integers and floats of 8 bits and less.
-ML_NUMBERS = tuple(each for each in vars(ml_dtypes).values() if isinstance(each, type) and issubclass(each, np.generic))
 
 
 def empty_aligned(shape: tuple[int, ...], dtype: DType) -> np.ndarray:
@@ -174,60 +136,6 @@ def _anonymous(nbytes: int) -> tuple[mmap.mmap, int]:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory, -np.frombuffer(memory, np.uint8).ctypes.data % HUGE_PAGE
-
-
-def assign(out: np.ndarray, values: np.ndarray, steps: Steps = ()) -> None:
-    """`out[...] = values`, converted step by step; bit-equal to the same chain of `ndarray.astype` and `.view`."""
-    with np.errstate(all="ignore"):  # astype would warn if a value overflows, which the caller accepts
-        computes = any(step.function is not None for step in steps)
-        if (len(steps) > 1 or computes) and values.size > CHAIN:  # keeps temporaries small
-            for box in slabs(values.shape, CHAIN):
-                assign(out[(*box, ...)], values[(*box, ...)], steps)
-            return
-        for step in steps[:-1]:
-            values = step(values)
-        if steps and (steps[-1].bitcast or computes):  # a copy casts without this
-            values = steps[-1](values)
-        if out.dtype == values.dtype:
-            out, values = _bits(out), _bits(values)
-        if out.size > TILE * TILE and out.shape == values.shape:
-            across, along = _fastest(out), _fastest(values)
-            if across != along and min(out.shape[across], out.shape[along]) >= LINE:
-                _transpose(out, values, across, along)
-                return
-        np.copyto(out, values, casting="unsafe")
-
-
-def _bits(array: np.ndarray) -> np.ndarray:
-    """Returns the array, or an integer view of it: ml_dtypes' copy loops are slow for strided arrays, those of integers
-    are not.
-    """
-    return array if array.dtype.kind in "biufc" else array.view(f"u{array.itemsize}")
-
-
-def _fastest(array: np.ndarray) -> int:
-    """The axis with the smallest stride."""
-    axes = (axis for axis in range(array.ndim) if array.shape[axis] > 1)
-    return min(axes, key=lambda axis: abs(array.strides[axis]))
-
-
-def _transpose(out: np.ndarray, values: np.ndarray, across: int, along: int) -> None:
-    """`out[...] = values`, where `out` is densest along the axis `across` and `values` along `along`.
-
-    Copies through tiles whose rows are padded. Without the padding, rows whose length is a power of two would compete
-    for the same few places in a cache. Casts, which are fast only for dense arrays, are done while a tile is filled.
-    """
-    others = [axis for axis in range(out.ndim) if axis not in (across, along)]
-    extents = [1] * out.ndim
-    for axis, most in ((across, TILE), (along, out.size), *((axis, out.size) for axis in reversed(others))):
-        extents[axis] = min(out.shape[axis], most, max(TRANSPOSED // (out.itemsize * math.prod(extents)), 1))
-    order = [*others, across, along]
-    padded = np.empty([extents[axis] + (axis == along) * ALIGNMENT // out.itemsize for axis in order], out.dtype)
-    padded = padded.transpose(np.argsort(order))
-    for box in grid(whole_box(out.shape), extents):
-        tile = padded[tuple(slice(part.stop - part.start) for part in box)]
-        np.copyto(tile, values[box], casting="unsafe")
-        np.copyto(_bits(out[box]), _bits(tile))
 
 
 def cores() -> int:

@@ -29,7 +29,8 @@ import numpy as np
 
 from lazymodel._errors import CheckpointError
 from lazymodel._tensors.boxes import Geometry, slabs, strided
-from lazymodel._tensors.buffers import STAGING, DType, Steps, Workspace, assign
+from lazymodel._tensors.buffers import STAGING, Workspace
+from lazymodel._tensors.convert import DType, Steps, assign
 
 # Bytes between two rows from which reading them separately is faster than reading through the gap: a call costs about
 # as much as copying 8 KiB from the page cache, and twice that keeps sequential read-ahead active on disks.

@@ -1,8 +1,8 @@
 """Casts that may be applied to a value between a checkpoint and a variable without a request.
 
-Contains the rule that `materialize` documents as its `cast`, the message for a rejected cast, and the conversion that
-is done while reading. Also recognizes, by names and dtypes alone, tensors that have a meaning only together with
-others: weights in eight bits or fewer, and their scales.
+Contains the rule that `materialize` documents as its `cast`, the message for a rejected cast, and the casts whose
+values decide; how numbers are rounded is `convert`'s. Also recognizes, by names and dtypes alone, tensors that have a
+meaning only together with others: weights in eight bits or fewer, and their scales.
 
 The rule uses dtypes, before anything is read. Float32 into bfloat16 rounds, and values outside a narrower range are
 lost: this is the choice of the variable's dtype. Where integers may not fit (int64 into int32, int32 into float32,
@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lazymodel._errors import CheckpointError, LazyModelError
-from lazymodel._tensors.buffers import Convert
+from lazymodel._tensors.convert import Convert
 from lazymodel._tensors.lazy import ConcatenatedTensor, LazyTensor
 from lazymodel._tensors.tensor_source import TensorSource
 

@@ -22,7 +22,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from lazymodel._tensors.boxes import Box, BoxKey, bounding, box_shape, clip, coarse, fine, intersect, shift, whole_box
-from lazymodel._tensors.buffers import STAGING, DType, Steps, Workspace, assign
+from lazymodel._tensors.buffers import STAGING, Workspace
+from lazymodel._tensors.convert import DType, Steps, assign
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.tensor_source import CompositeSource, Part, Targets, View, fill
 

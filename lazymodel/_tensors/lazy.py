@@ -15,7 +15,8 @@ import numpy as np
 
 from lazymodel._errors import CheckpointError
 from lazymodel._tensors.boxes import Box, box_shape, checked_box, clip, intersect, shift, whole_box
-from lazymodel._tensors.buffers import Arithmetic, Convert, DType, Steps, Workspace, empty_aligned
+from lazymodel._tensors.buffers import Workspace, empty_aligned
+from lazymodel._tensors.convert import Arithmetic, Convert, DType, Steps
 from lazymodel._tensors.tensor_source import ArrayTensor, CompositeSource, Part, View, fill, fill_parts
 
 READ_WORKSPACE = 64 << 20  # bytes of temporaries when a tensor is read outside of a stream

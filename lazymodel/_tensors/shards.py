@@ -20,8 +20,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from lazymodel._errors import LazyModelError
 from lazymodel._tensors.boxes import Box, BoxKey, box_key, box_of, box_shape, intersect, shift, slabs
-from lazymodel._tensors.buffers import ALIGNMENT, Steps, Workspace, assign
+from lazymodel._tensors.buffers import ALIGNMENT, Workspace
 from lazymodel._tensors.byte_reader import ByteReader
+from lazymodel._tensors.convert import Steps, assign
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.stored import stored_itemsize
 from lazymodel._tensors.tensor_source import TensorSource, View

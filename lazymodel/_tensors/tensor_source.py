@@ -40,8 +40,9 @@ from lazymodel._tensors.boxes import (
     unshift,
     whole_box,
 )
-from lazymodel._tensors.buffers import ALIGNMENT, STAGING, Convert, DType, Scratch, Steps, Workspace, assign, parallel
+from lazymodel._tensors.buffers import ALIGNMENT, STAGING, Scratch, Workspace, parallel
 from lazymodel._tensors.byte_reader import ByteReader
+from lazymodel._tensors.convert import Convert, DType, Steps, assign
 
 _R = TypeVar("_R")
 

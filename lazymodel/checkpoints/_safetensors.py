@@ -29,8 +29,9 @@ from lazymodel._errors import CheckpointError, LazyModelError
 from lazymodel._extras import extra
 from lazymodel._remote.path import Location, fetch_heads, location, matching
 from lazymodel._show.text import LISTED, first_lines, grouped_by, listed, plural
-from lazymodel._tensors.buffers import ML_NUMBERS, Workspace
+from lazymodel._tensors.buffers import Workspace
 from lazymodel._tensors.byte_reader import ByteReader, reading
+from lazymodel._tensors.convert import ML_NUMBERS
 from lazymodel._tensors.decoded import DecodedTensor, Stored
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.tensor_source import FileTensor, View

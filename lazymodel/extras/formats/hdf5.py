@@ -32,8 +32,9 @@ from lazymodel._errors import CheckpointError, required
 from lazymodel._remote.path import Location, RemoteFile
 from lazymodel._show.text import listed
 from lazymodel._tensors.boxes import Box, box_shape, intersect, shift, slabs
-from lazymodel._tensors.buffers import Steps, Workspace, assign
+from lazymodel._tensors.buffers import Workspace
 from lazymodel._tensors.byte_reader import ByteReader
+from lazymodel._tensors.convert import Steps, assign
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.tensor_source import ArrayTensor, FileTensor, TensorSource
 from lazymodel.checkpoints._checkpoint import Checkpoint

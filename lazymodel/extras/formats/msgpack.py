@@ -19,8 +19,8 @@ import numpy as np
 
 from lazymodel._errors import CheckpointError
 from lazymodel._remote.path import Location
-from lazymodel._tensors.buffers import ML_NUMBERS
 from lazymodel._tensors.byte_reader import ByteReader, reading
+from lazymodel._tensors.convert import ML_NUMBERS
 from lazymodel._tensors.lazy import ConcatenatedTensor, LazyTensor
 from lazymodel._tensors.tensor_source import ArrayTensor, FileTensor
 from lazymodel.checkpoints._checkpoint import Checkpoint, TensorHeader

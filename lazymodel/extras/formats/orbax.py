@@ -38,8 +38,9 @@ from lazymodel._remote.path import Location, RemotePath
 from lazymodel._remote.url import quoted
 from lazymodel._show.text import listed
 from lazymodel._tensors.boxes import Box, box_shape, shift
-from lazymodel._tensors.buffers import Steps, Workspace, assign
+from lazymodel._tensors.buffers import Workspace
 from lazymodel._tensors.byte_reader import SAMPLES, ByteReader, reading
+from lazymodel._tensors.convert import Steps, assign
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.tensor_source import ArrayTensor, TensorSource
 from lazymodel.checkpoints._checkpoint import Checkpoint

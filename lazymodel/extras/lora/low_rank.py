@@ -13,7 +13,8 @@ from collections.abc import Generator, Iterator, Sequence
 import numpy as np
 
 from lazymodel._tensors.boxes import Box, box_shape, coarse, fine, intersect, shift, whole_box
-from lazymodel._tensors.buffers import Steps, Workspace
+from lazymodel._tensors.buffers import Workspace
+from lazymodel._tensors.convert import Steps
 from lazymodel._tensors.decoded import DecodedTensor, Stored, cut
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.tensor_source import Targets, View, fill

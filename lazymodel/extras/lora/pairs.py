@@ -28,7 +28,8 @@ from lazymodel._mapping.source import MappedCheckpoint
 from lazymodel._mapping.table import WeightMap, map_checkpoint
 from lazymodel._show.text import closest, listed
 from lazymodel._tensors.boxes import Geometry
-from lazymodel._tensors.buffers import Steps, Workspace, assign
+from lazymodel._tensors.buffers import Workspace
+from lazymodel._tensors.convert import Steps, assign
 from lazymodel._tensors.lazy import LazyTensor, lazy
 from lazymodel._tensors.tensor_source import TensorSource
 

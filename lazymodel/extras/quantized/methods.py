@@ -42,8 +42,9 @@ import numpy as np
 from lazymodel._errors import CheckpointError
 from lazymodel._show.text import listed
 from lazymodel._tensors.boxes import Box
-from lazymodel._tensors.buffers import Steps, Workspace
+from lazymodel._tensors.buffers import Workspace
 from lazymodel._tensors.casting import is_marker, is_quantized, scales_beside
+from lazymodel._tensors.convert import Steps
 from lazymodel._tensors.decoded import DecodedTensor, Stored
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.tensor_source import View

@@ -23,7 +23,8 @@ import ml_dtypes
 import numpy as np
 
 from lazymodel._tensors.boxes import Box, shift
-from lazymodel._tensors.buffers import Steps, Workspace
+from lazymodel._tensors.buffers import Workspace
+from lazymodel._tensors.convert import Steps
 from lazymodel._tensors.decoded import Stored
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel.checkpoints._hugging_face import Plain

@@ -19,7 +19,8 @@ import numpy as np
 
 from lazymodel._errors import CheckpointError
 from lazymodel._tensors.boxes import Box, box_shape, coarse, fine, shift, whole_box
-from lazymodel._tensors.buffers import Convert, DType, Steps, Workspace, assign
+from lazymodel._tensors.buffers import Workspace
+from lazymodel._tensors.convert import Convert, DType, Steps, assign
 from lazymodel._tensors.decoded import DecodedTensor, Stored, Unpack
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.tensor_source import Targets, View, fill

@@ -21,7 +21,8 @@ from jax.sharding import NamedSharding, Sharding
 from lazymodel._errors import LazyModelError
 from lazymodel._show.text import grouped_by
 from lazymodel._tensors.boxes import Box, box_key, c_strides
-from lazymodel._tensors.buffers import Steps, Workspace
+from lazymodel._tensors.buffers import Workspace
+from lazymodel._tensors.convert import Steps
 from lazymodel._tensors.lazy import ConcatenatedTensor
 from lazymodel._tensors.tensor_source import ArrayTensor, TensorSource, View
 

@@ -27,7 +27,7 @@ from lazymodel._devices.hardware import compile_lowered
 from lazymodel._errors import LazyModelError
 from lazymodel._programs.jaxprs import PROGRAMS, as_keys, is_key, stored_as, uses_x64, with_shards, without_mesh
 from lazymodel._show.text import grouped_by, listed
-from lazymodel._tensors.buffers import Arithmetic, Convert
+from lazymodel._tensors.convert import Arithmetic, Convert
 from lazymodel._tensors.shards import grouped, spec_axes
 from lazymodel.extras.sync.pieces import Copy, Round, Route, Slot, device_order, route
 

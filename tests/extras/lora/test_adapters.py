@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import save_file
 
 import lazymodel as lm
-from lazymodel._tensors.buffers import Convert
+from lazymodel._tensors.convert import Convert
 from tests.command import command
 from tests.core.checkpoints._formats import torch_file
 from tests.large import mostly_large

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
-from lazymodel._tensors.buffers import Convert
+from lazymodel._tensors.convert import Convert
 from lazymodel.checkpoints import SafetensorsFile
 from tests import quantized
 from tests.large import examples
