@@ -102,8 +102,9 @@ def test_a_report_has_its_timeline_and_where_values_came_from(tmp_path: Path) ->
     reports[0].save(tmp_path / "load.html")
     page, file = shown(tmp_path / "load.html"), str(tmp_path / "model.safetensors")
     assert "█" in row_of(page, "mine")[-1]
-    assert row_of(page, "a")[4:] == ["loaded: a of model.safetensors", file, "128 B"]
-    assert row_of(page, "new")[4].startswith("initialized: ")
+    assert "in all rows: dtype: float32" in page.text
+    assert row_of(page, "a")[3:] == ["loaded from model.safetensors", file, "128 B"]
+    assert row_of(page, "new")[3].startswith("initialized: ")
     assert row_of(page, "left") == ["left", "float32", "8 B", file]
 
 
@@ -115,7 +116,7 @@ def test_a_checkpoint_is_inspected_in_one(tmp_path: Path, capsys: pytest.Capture
     page = shown(path)
     assert "no problems found" in page.text
     *row, offset = row_of(page, "x.y")
-    assert row == ["x.y", "(5)", "float32", "20 B", "m.safetensors"]
+    assert row == ["x.y", "(5)", "float32", "20 B"] and "in all rows: file: m.safetensors" in page.text
     start = int(offset.replace(",", ""))
     assert (tmp_path / "m.safetensors").read_bytes()[start : start + 20] == np.ones(5, np.float32).tobytes()
     assert main(["inspect", str(tmp_path / "m.safetensors"), "--html", str(tmp_path / "absent" / "p.html")]) == 2

@@ -120,7 +120,7 @@ def _plainly(cls: Any, config: Config, **more: Any) -> Config:
     """The arguments of the model that KerasHub's own converter makes of a configuration, with some others."""
     loader: Any = TransformersPresetLoader("", config)
     arguments = loader.converter.convert_backbone_config(config)
-    framework: Any = lm.build_abstract(cls, **{**arguments, **more}).framework
+    framework: Any = lm.build_abstract(lambda: cls(**{**arguments, **more})).framework
     return _arguments(framework.result)
 
 
