@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -48,9 +47,7 @@ def drawn_over_depth(panels: Mapping[str, Mapping[str, Mapping[int, Any]]], path
         else:
             axes.set_ylim(bottom=0)
         axes.locator_params(axis="x", integer=True)
-    labelled = (zip(*axes.get_legend_handles_labels()[::-1], strict=True) for axes in figure.axes)
-    handles = dict(itertools.chain.from_iterable(labelled))
-    figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize="small")
+        axes.legend(fontsize="x-small")
     return finished_figure(figure, "", path)
 
 

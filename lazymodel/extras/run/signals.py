@@ -11,7 +11,9 @@ used: the last operation with a variable of a module is the module's output.
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +40,7 @@ _REMAT = frozenset({"remat", "remat2", "checkpoint"})
 _TRANSFORM = re.compile(r"\b(?:vmap|jvp|transpose|remat|checkpoint|rematted_computation)\(([^()]*)\)")
 _MEASURES = ("rms", "mean", "min", "max", "zeros")
 _KINDS = ("activations", "gradients", "variables")
+_FAR = 100.0  # a layer's root mean square by the first one's; normalized models stay within about 20
 
 # A place in the traced function: numbers of equations, from the outermost jaxpr inwards, and the number of the result.
 # Results -1, -2, … are what a scan goes over, within its body. ((), n) is the function's input n.
@@ -149,10 +152,33 @@ class Signals(Report):
             for name, each in getattr(self, kind).items()
         ]
         measures = map(measured, ("rms", "min", "max", "zeros"))
-        more = map(Column.in_pages, ("mean", "shape"))
+        more = dataclasses.replace(measured("mean"), page=True), Column.in_pages("shape")
         columns = (Column.names("layer"), Column("signal"), *measures, *more)
         count = len(self.activations)
-        return Table(f"signals of {self.name}: {plural(count, 'layer')}", columns, rows, [])
+        return Table(f"signals of {self.name}: {plural(count, 'layer')}", columns, rows, [*self._marked()])
+
+    def drawing(self) -> str:
+        """Root mean squares over depth, as SVG, where matplotlib is installed and names have layers."""
+        text = io.StringIO()
+        try:
+            self.plot().savefig(text, format="svg")
+        except LazyModelError:
+            return ""
+        return text.getvalue()[text.getvalue().index("<svg") :]
+
+    def _marked(self) -> Iterator[str]:
+        """Layers whose root mean square is far from that of the layer in which the signal, or its gradient, begins."""
+        for kind in _KINDS:
+            for name, values in self.over_depth("rms", kind).items():
+                rms = {layer: float(np.median(value)) for layer, value in values.items()}
+                first, *others = rms if kind == "activations" else reversed(rms)
+                size = rms[first]
+                far = next((at for at in others if size and not size / _FAR <= rms[at] <= size * _FAR), None)
+                if not math.isfinite(size):
+                    yield f"{kind} of {name} explode: {size} in layer {first}"
+                elif far is not None:
+                    word = "vanish" if rms[far] < size else "explode"
+                    yield f"{kind} of {name} {word}: {size:.2g} in layer {first}, {rms[far]:.2g} in layer {far}"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import math
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import lazymodel as lm
 from lazymodel._abstract.framework import ModelSpec
+from lazymodel.extras.run.signals import Signal, Signals
 from tests.large import mostly_large
 
 WIDTH = 16
@@ -188,7 +192,32 @@ def test_each_line_of_a_figure_is_in_the_legend() -> None:
     pytest.importorskip("matplotlib")
     abstract = layers(3)
     found = lm.signals(abstract, loss, X, gradients=True)
-    (legend,) = found.plot().legends
-    named = {text.get_text().strip() for text in legend.get_texts()}
+    panels = found.plot().axes
     kinds = ("activations", "gradients", "variables")
-    assert named == {name for kind in kinds for name in found.over_depth("rms", kind)} and len(named) > 2
+    for kind, axes in zip(kinds, panels, strict=True):
+        named = [text.get_text().strip() for text in axes.get_legend().get_texts()]
+        assert named and named == list(found.over_depth("rms", kind))
+
+
+def test_layers_that_explode_or_vanish_are_marked(tmp_path: Path) -> None:
+    def signals(*sizes: float) -> Signals:
+        own = {f"layers/{i}": Signal((4,), "float32", size, size / 3, -size, size, 0) for i, size in enumerate(sizes)}
+        return Signals("model", own, own, {})
+
+    grows = signals(1, 50, 150, math.inf)
+    assert grows.table().lines == [
+        "activations of layers/{layer} explode: 1 in layer 0, 1.5e+02 in layer 2",
+        "gradients of layers/{layer} explode: inf in layer 3",
+    ]
+    assert signals(1, 0.5, 0.001).table().lines == [
+        "activations of layers/{layer} vanish: 1 in layer 0, 0.001 in layer 2",
+        "gradients of layers/{layer} explode: 0.001 in layer 2, 0.5 in layer 1",
+    ]
+    assert signals(1, 20, 0.05).table().lines == ["gradients of layers/{layer} explode: 0.05 in layer 2, 20 in layer 1"]
+    # Nothing is far from the activations of zero.
+    assert signals(0, 1).table().lines == ["gradients of layers/{layer} vanish: 1 in layer 1, 0 in layer 0"]
+    signals(1, 2).save(tmp_path / "signals.html")
+    page = (tmp_path / "signals.html").read_text()
+    assert "0.333" in page and "0.3333" not in page
+    if importlib.util.find_spec("matplotlib"):
+        assert 0 < page.index("<svg") < page.index("<pre>")
