@@ -180,7 +180,7 @@ def _make_arrays(
         read, filled, counts = ([*map(operator.sub, *each)] for each in zip(now, before, strict=True))
         return arrays, {
             "read_nbytes": read[0],
-            **threads_seconds(*read, filled[2], timeline.seconds("stream")),
+            **threads_seconds(read[0], read[1], read[2], filled[2], timeline.seconds("stream")),
             "exchanged_nbytes": reading.arriving_nbytes,
             **dict(zip(("fetched_nbytes", "requests", "retries"), counts, strict=True)),
             "compiled": compiled,

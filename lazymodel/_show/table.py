@@ -194,10 +194,10 @@ class Table:
         for bounds in (whole, least):
             while sum(sizes) + len(_GAP) * (len(sizes) - 1) > width and any(map(int.__gt__, sizes, bounds)):
                 sizes[max(range(len(sizes)), key=lambda place: sizes[place] * (sizes[place] > bounds[place]))] -= 1
-        headings = [_broken(column.heading, size) for column, size in zip(self.shown, sizes, strict=True)]
+        headings = tuple(column.heading for column in self.shown)
         total = sum(sizes) + len(_GAP) * (len(sizes) - 1)
         for number, row in enumerate([headings, *self.rows]):
-            cells = [cell if number == 0 else _broken(cell, size) for cell, size in zip(row, sizes, strict=True)]
+            cells = [_broken(cell, size) for cell, size in zip(row, sizes, strict=True)]
             if leads and number and len(cells[0]) > 1:
                 yield from _broken(row[0], max(width, total))
                 cells[0] = []
