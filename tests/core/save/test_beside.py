@@ -27,7 +27,7 @@ ROLES = {
 }
 # Briefly in the default suite: where files of a folder come and go, and where folders do.
 CASES = [
-    *((case, 0.7) for case in ("two savers of steps", "two savers of a folder")),
+    *((case, 1.5) for case in ("two savers of steps", "two savers of a folder")),
     *(pytest.param(case, 30, marks=pytest.mark.large) for case in ROLES),
 ]
 ANOTHER = re.compile(
