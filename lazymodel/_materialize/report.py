@@ -275,7 +275,7 @@ def _cells(row: LoadRow) -> tuple[Any, ...]:
     return row.path, shape_text(row.shape), dtype, row.nbytes, note, files, row.needed_nbytes
 
 
-def threads_seconds(read: int, timed: int, waited: float, filled: float, seconds: float) -> dict[str, float]:
+def threads_seconds(read: float, timed: float, waited: float, filled: float, seconds: float) -> dict[str, float]:
     """What threads did during a stream: their seconds in files, and beyond these, by how many of them worked.
 
     Args:
