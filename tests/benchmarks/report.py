@@ -166,8 +166,8 @@ def page(results: Results) -> str:
         table("by | split on the first axis | on the last", by_axis),
         "## Quantized forms, decoded: 1 GiB of result",
         "![GB/s by form](drawings/measured_formats.svg)",
-        "GB of result a second. The first ten are of [folders](quantized.md#load-quantized-checkpoints), the others "
-        "[types of GGUF](quantized.md#gguf), decoded by the package `gguf` in the first column. "
+        "GB of result a second. Those in small letters are of [folders](quantized.md#load-quantized-checkpoints), the "
+        "others [types of GGUF](quantized.md#gguf), decoded by the package `gguf` in the first column. "
         f"Peaks are {peaks[0]}, of lazymodel {peaks[1]}.",
         table("form | plain NumPy | lazymodel", forms),
         "## From the start of the process",

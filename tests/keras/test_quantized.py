@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from safetensors.numpy import save_file
 import lazymodel as lm
 import lazymodel_keras as lk
 from lazymodel.checkpoints import SafetensorsFile
+from lazymodel_keras._record.files import open_decoded
 from tests.large import mostly_large
 from tests.quantized import FORMS, Form, quantized, settings, write_folder
 from tests.servers.object_server import ObjectServer
@@ -92,6 +94,14 @@ def test_experts_that_mlx_joined(form: str | None, mesh8: Mesh, tmp_path: Path) 
     found, report = values(str(folder), "qwen3_moe", mesh8)
     assert_same_values(values(plain, "qwen3_moe", mesh8)[0], found)
     assert report.read_nbytes <= 1.02 * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "llama", [], {}, None])
+def test_a_plain_folder_is_not_decoded(kind: Any, tmp_path: Path) -> None:
+    """Whatever a configuration has as the kind of model; and no file of it stays open."""
+    folder = write_folder(tmp_path / "plain", {"model_type": kind}, {"w": np.ones((2, 2), np.float32)})
+    assert open_decoded(str(folder / "model.safetensors")) is None
+    assert not [file for file in Path("/proc/self/fd").iterdir() if str(folder) in os.path.realpath(file)]
 
 
 Q = "model.layers.1.self_attn.q_proj"

@@ -273,13 +273,16 @@ def open_decoded(path: str | RemotePath) -> DecodedCheckpoint | None:
     where = location(path)
     config = folder_config(where.parent)
     found = find_config(config, str(where.parent / CONFIG))
-    kind = config.get("model_type")
-    if (kind, found and found.method) in _BY_CONVERTER or (found is None and kind not in EXPERTS):
+    kind = str(config.get("model_type"))
+    if (found is None and kind not in EXPERTS) or (found is not None and (kind, found.method) in _BY_CONVERTER):
         return None
     if found is not None:
         require_known(found)
     checkpoint = whole(path)
-    return checkpoint if isinstance(checkpoint, DecodedCheckpoint) else None
+    if isinstance(checkpoint, DecodedCheckpoint):
+        return checkpoint
+    checkpoint.close()
+    return None
 
 
 def whole(path: str | RemotePath) -> Checkpoint:
