@@ -283,6 +283,28 @@ def torchao(group: int, *, zero: bool = False, kind: Any = np.int8, scale_kind: 
     return make
 
 
+def hqq(bits: int, axis: int, group: int, kind: Any = BF16) -> Any:
+    """HQQ's codes: those of a word are as many ranges of rows apart, the first in the highest bits."""
+
+    def make(rng: np.random.Generator, rows: int, columns: int) -> tuple[Tensors, np.ndarray]:
+        many = rows * columns // group
+        codes = rng.integers(0, 1 << bits, (many, group) if axis else (group, many))
+        shape = (many, 1) if axis else (1, many)
+        scale, zero = scales(rng, shape, kind), rng.uniform(0, (1 << bits) - 1, shape).astype(kind)
+        difference = (codes.astype(F32) - zero.astype(F32)).astype(kind)
+        value = (difference.astype(F32) * scale.astype(F32)).astype(kind).reshape(rows, columns)
+        count = 10 if bits == 3 else 8 // bits
+        apart = np.pad(codes, [(0, -len(codes) % count), (0, 0)]).reshape(count, -1, codes.shape[1])
+        words = sum(apart[place] << bits * (count - 1 - place) for place in range(count))
+        parts: Tensors = {"W_q": np.asarray(words, np.int32 if bits == 3 else np.uint8), "scale": scale, "zero": zero}
+        parts |= {"shape": np.array([rows, columns]), "axis": np.array(axis, np.int32)}
+        said = {"packing": "3bit_32" if bits == 3 else f"{bits}bit_u8", "compute_dtype": "torch.bfloat16"}
+        parts |= {name: np.frombuffer(text.encode(), np.uint8) for name, text in said.items()}
+        return parts, value.astype(BF16)
+
+    return make
+
+
 def of_torchao(config: dict[str, Any], tensors: Tensors) -> dict[str, str]:
     """What torchao writes of its tensors into the metadata of each file."""
     found: dict[str, str] = {}
@@ -416,6 +438,16 @@ FORMS: dict[str, Form] = {
     "torchao-int8": Form({"quant_method": "torchao"}, torchao(0, zero=True)),
     "torchao-int8-group": Form({"quant_method": "torchao"}, torchao(32, scale_kind=BF16)),
     "torchao-float8": Form({"quant_method": "torchao"}, torchao(0, kind=F8)),
+    **{
+        name: Form({"quant_method": "hqq", "skip_modules": ["lm_head"]}, make)
+        for name, make in {
+            "hqq-8": hqq(8, 1, 8), "hqq-8-down": hqq(8, 0, 64, F32),
+            "hqq-4": hqq(4, 1, 64), "hqq-4-down": hqq(4, 0, 8, F16),
+            "hqq-3": hqq(3, 1, 8), "hqq-3-down": hqq(3, 0, 64, F16),
+            "hqq-2": hqq(2, 1, 32, F16), "hqq-2-down": hqq(2, 0, 16),
+            "hqq-1": hqq(1, 1, 128, F32), "hqq-1-down": hqq(1, 0, 32),
+        }.items()
+    },
     "modelopt-nvfp4": Form({"quant_method": "modelopt", "quant_algo": "NVFP4"}, float4(16, style="modelopt")),
 }  # fmt: skip
 

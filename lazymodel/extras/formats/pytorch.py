@@ -129,8 +129,8 @@ class PyTorchFile(Checkpoint):
 
     Dicts and lists in each other become names: `{"model": {"w": …}, "ema": [a, b]}` has `model.w`, `ema.0` and `ema.1`.
     Objects are dicts of their attributes, and a module's names are those of its `state_dict`. What is not a tensor
-    (numbers, text, None, NumPy's arrays) is left out. A tensor alone is named as the file is. Tensors that share their
-    bytes are as many tensors here, at the same place of the file.
+    (numbers, None, NumPy's arrays) is left out, but text and sizes beside tensors are the metadata. A tensor alone is
+    named as the file is. Tensors that share their bytes are as many tensors here, at the same place of the file.
 
     Raises:
         CheckpointError: The file is missing, truncated, a Git LFS pointer, older than PyTorch 1.6, big-endian, has
@@ -152,7 +152,8 @@ class PyTorchFile(Checkpoint):
         pickle = _read(self.source, path, members[f"{root}data.pkl"])
         with corrupt(f"{path}: expected a pickle of tensors, found a corrupt one"):
             interpreter = _Interpreter(str(path))
-            found = _flat(str(path), path.name.rpartition(".")[0], interpreter.run(pickle), len(pickle))
+            content = interpreter.run(pickle)
+            found, said = _flat(str(path), path.name.rpartition(".")[0], content, len(pickle))
         if interpreter.unknown and not found:
             names = listed([repr(short(name)) for name in interpreter.unknown])
             raise mismatch(path, "tensors", f"none, but {names}, which loading it would import", _TRUST)
@@ -161,6 +162,7 @@ class PyTorchFile(Checkpoint):
             name: _place(f"{path}: tensor {short(name)!r}", tensor, starts) for name, tensor in found.items()
         }
         super().__init__(path, cast("dict[str, Any]", self._places), [self.source])
+        self.metadata = said
 
     def _tensor(self, name: str) -> LazyTensor:
         dtype, begin, shape, strides = self._places[name]
@@ -247,9 +249,12 @@ def _place(what: str, tensor: _Tensor, starts: Mapping[str, int]) -> _Place:
     return _Place(dtype, begin, shape, tuple(steps))
 
 
-def _flat(path: str, stem: str, content: Any, nbytes: int) -> dict[str, _Tensor]:
-    """Name → tensor in dicts and lists in each other, as many as a pickle of so many bytes can name."""
+def _flat(path: str, stem: str, content: Any, nbytes: int) -> tuple[dict[str, _Tensor], dict[str, Any]]:
+    """Name → tensor in dicts and lists in each other, as many as a pickle of so many bytes can name; and name → text or
+    size that has tensors beside it.
+    """
     found: dict[str, _Tensor] = {}
+    said: dict[str, Any] = {}
     inside: list[_Inert] = []
     left = 1_000_000 + _MAX_NAMES * nbytes
 
@@ -267,9 +272,12 @@ def _flat(path: str, stem: str, content: Any, nbytes: int) -> dict[str, _Tensor]
                 raise mismatch(path, "each name once", f"two tensors named {short(name)!r}", _CONVERT)
             found[name] = value
         elif isinstance(value, dict):
+            beside = any(isinstance(each, _Tensor) for each in cast("dict[str, Any]", value).values())
             for key, each in cast("dict[str, Any]", value).items():
                 inner = name if key in _MODULE else key if name is None else f"{name}.{key}"
                 visit(inner, each, depth + 1, maker)
+                if beside and (isinstance(each, str) or (isinstance(each, tuple) and counts(cast("Any", each)))):
+                    said[str(inner)] = each
         elif isinstance(value, _Inert) and value not in inside:  # objects refer to each other in circles
             inside.append(value)
             visit(name, value.arguments, depth + 1, maker or f"{short(name or stem)!r} made by {value.name!r}")
@@ -284,7 +292,7 @@ def _flat(path: str, stem: str, content: Any, nbytes: int) -> dict[str, _Tensor]
                     visit(str(number) if name is None else f"{name}.{number}", each, depth + 1, maker)
 
     visit(None, content, 0)
-    return found
+    return found, said
 
 
 _PUSHED = {
@@ -386,7 +394,7 @@ class _Interpreter:
             if name == _ORDERED and not values:
                 return {}
             if name in _VALUES:
-                return None
+                return values[0] if name == _VALUES[0] and values else None
             if name in _REBUILD and len(values) >= 6 and isinstance(values[0], _Storage):
                 own_dtype = _REBUILD[name]
                 if any(values[6 + own_dtype :]):

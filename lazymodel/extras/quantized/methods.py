@@ -5,7 +5,7 @@ or `weight_scale`: one for all, one for each row, or one for each block of `weig
 `float32(weight) * float32(scale)`, rounded once to the model's dtype, as in `weight_dequant_kernel` of DeepSeek-V3's
 `inference/kernel.py`, and in `Fp8Dequantize` of transformers. Scales of activations and of caches are left out.
 
-GPTQ, AWQ and what stores the same are in `packed`, MLX in `mlx`, torchao in `torchao`.
+GPTQ, AWQ and what stores the same are in `packed`; `mlx`, `torchao` and `hqq` have these.
 
 **bitsandbytes**: four bits are two codes in a byte, the first in its upper half. Each selects one of the 16 values of
 `quant_map`, multiplied by the largest magnitude in its block (`absmax`), which may itself be stored in 8 bits, in
@@ -51,6 +51,7 @@ from lazymodel._tensors.tensor_source import View
 from lazymodel.checkpoints._hugging_face import Plain
 from lazymodel.checkpoints._untrusted import is_finite
 from lazymodel.extras.quantized.config import ADVICE, DTYPES, Config, Contents, StoredTensors, find_config, matches
+from lazymodel.extras.quantized.hqq import CODES, decode_hqq
 from lazymodel.extras.quantized.mlx import decode_mlx, split_experts
 from lazymodel.extras.quantized.packed import decode_auto_round, decode_awq, decode_gptq
 from lazymodel.extras.quantized.scaled import (
@@ -503,6 +504,7 @@ _METHODS: Mapping[str, Callable[[Contents], None]] = {
     "bitsandbytes": _decode_bitsandbytes,
     "mxfp4": decode_mxfp4,
     "mlx": decode_mlx,
+    "hqq": decode_hqq,
 }
 
 
@@ -524,6 +526,8 @@ def plain_tensors(
                 f"{found.file} states that the weights are quantized with {found.method!r}, but none of them is. "
                 "Remove the entry if they are plain."
             )
+    elif contents.names(CODES):
+        decode_hqq(contents)
     split_experts(contents, str(config.get("model_type")))
     _reject_rest(contents, found)
     return contents.plain, contents.left

@@ -41,9 +41,10 @@ _CUT = np.float32(2.0**13)  # float16 has this factor fewer digits than float32
 class ScaledTensor(DecodedTensor):
     """A float32 array `(code - zero) * scale`, each of the three a stored tensor.
 
-    Every operation is rounded to float32, and with `half` the product to the nearest float16. `factor` is multiplied
-    last. `order` is a tensor with the group of each index of an axis, for groups that are not ranges: scales and zero
-    points are then looked up by it. With `may_be_unordered`, -1 throughout means that groups are ranges.
+    Every operation is rounded to float32, and with `half` the product to the nearest float16. With `narrow` the
+    difference is rounded to the scales' dtype. `factor` is multiplied last. `order` is a tensor with the group of each
+    index of an axis, for groups that are not ranges: scales and zero points are then looked up by it. With
+    `may_be_unordered`, -1 throughout means that groups are ranges.
     """
 
     def __init__(
@@ -55,10 +56,11 @@ class ScaledTensor(DecodedTensor):
         may_be_unordered: bool = False,
         factor: float | None = None,
         half: bool = False,
+        narrow: bool = False,
     ) -> None:
         super().__init__(shape, *stored, scratch=_NUMBER)
         self._order, self._scattered, self._may_be_unordered = order, scattered, may_be_unordered
-        self._factor, self._half = factor, half
+        self._factor, self._half, self._narrow = factor, half, narrow
         self._groups: np.ndarray | None = None  # of the order, once it was read; empty if groups are ranges
         self._guard, self._filling = threading.Lock(), 0
         if order is not None:
@@ -145,6 +147,8 @@ class ScaledTensor(DecodedTensor):
                 np.multiply(scale, _CUT * _REBIAS if to_half else _CUT, out=scale)
             for stored, operand in zip(self.stored[2:], operands[2:], strict=True):
                 self._apply(np.subtract, values, tile, stored, *operand, workspace)
+            if self._narrow and (kind := self.stored[1].view.dtype) != self.dtype:
+                np.copyto(values, values.astype(kind))
             self._apply(np.multiply, values, tile, self.stored[1], *operands[1], workspace)
             if halves:
                 # x + x * 2 ** 13, rounded to float32's 24 digits, minus x * 2 ** 13, is x rounded to float16's 11, ties

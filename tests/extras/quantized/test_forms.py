@@ -19,6 +19,7 @@ import lazymodel as lm
 from lazymodel._tensors.convert import Convert
 from lazymodel.checkpoints import SafetensorsFile
 from tests import quantized
+from tests.core.checkpoints._formats import called, torch_archive, torch_tensor
 from tests.large import examples
 from tests.quantized import FORMS, Tensors, same, write_folder
 from tests.small import buffer_sizes
@@ -27,6 +28,7 @@ SHAPE = (96, 128)
 # Forms in which a shape may have any extents: no words of whole rows, no whole blocks.
 ODD = ["fp8-block", "fp8-tensor", "fbgemm", "int-quantized", "int-quantized-tensor", "pack-8", "pack-4-tensor"]
 ODD += ["torchao-int8", "torchao-float8", "nf4", "nf4-nested", "fp4", "int8", "gptq-v2"]
+ODD += ["hqq-8", "hqq-3", "hqq-4-down"]
 CASES = [*FORMS, *(f"{name} odd" for name in ODD)]
 NAME = "model.layers.0.mlp.up_proj.weight"
 
@@ -44,7 +46,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[lm.
     folder = tmp_path_factory.mktemp("forms")
     made = {name: folder_of(folder / name, form, shards=2) for name, form in FORMS.items()}
     for name in ODD:
-        shape = (37, 56 if name == "gptq-v2" else 51)
+        shape = (37, 56 if name == "gptq-v2" or name.startswith("hqq") else 51)
         made[f"{name} odd"] = folder_of(folder / f"{name} odd", FORMS[name], shape)
     return {name: (lm.open_checkpoint(path), plain) for name, (path, plain) in made.items()}
 
@@ -86,7 +88,7 @@ def test_any_box(form: str, checkpoints: Any, data: st.DataObject) -> None:
 
 # Parts, or ends of their names, of which one is for the whole matrix.
 ONCE = ("g_idx", "shape", "quant_map", "quant_state", "nested_absmax", "scale_2", "global_scale", "format")
-ONCE += ("input_scale",)
+ONCE += ("input_scale", "packing", "dtype")
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "fp8-block"])  # its blocks do not divide a shard
@@ -104,7 +106,10 @@ def test_reads_what_a_shard_needs(form: str, tmp_path: Path) -> None:
         columns += 0.75 * sum(n for name, n in sizes.items() if name.endswith(("qzeros", "scales", "weight_scale")))
     with lm.open_checkpoint(folder) as checkpoint:
         tensor, array = checkpoint[NAME], plain[NAME]
-        for axis, expected in enumerate((rest / 4, columns)):
+        needed = [rest / 4, columns]
+        if form.startswith("hqq"):  # a word has numbers of distant rows; of 3 bits, none of whole rows
+            needed = [2 * rest, 2 * rest] if "3" in form else [rest, columns]
+        for axis, expected in enumerate(needed):
             box = [slice(0, extent) for extent in array.shape]
             box[axis] = slice(array.shape[axis] // 4, array.shape[axis] // 2)
             before = checkpoint.bytes_read
@@ -234,6 +239,52 @@ def test_as_compressed_tensors_decodes(tmp_path: Path, name: str) -> None:
     write_folder(tmp_path / "m", quantized.settings(form), {f"layer.{ending}": part for ending, part in parts.items()})
     found = lm.open_checkpoint(tmp_path / "m")["layer.weight"].read().astype("bfloat16")
     np.testing.assert_array_equal(found.view(np.int16), expected)
+
+
+HQQ = [name for name in FORMS if name.startswith("hqq")]
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("name", HQQ)
+def test_as_hqq_decodes(tmp_path: Path, name: str) -> None:
+    """Against the package hqq itself (0.2.8.post1)."""
+    torch = pytest.importorskip("torch", reason="needs the packages hqq and torch")
+    quantizer = pytest.importorskip("hqq.core.quantize", reason="needs the packages hqq and torch").Quantizer
+    parts, _ = FORMS[name].make(np.random.default_rng(7), 64, 96)
+    kind = parts["scale"].dtype
+    state = {key: torch.from_numpy(parts[key].astype(np.float32)) for key in ("scale", "zero")}
+    state = {key: value.to(getattr(torch, kind.name)) for key, value in state.items()}
+    words, packing, axis = torch.from_numpy(parts["W_q"]), parts["packing"].tobytes().decode(), int(parts["axis"])
+    group = parts["scale"].size if axis == 0 else words.shape[1]
+    state |= {"packing": packing, "nbits": int(packing[0]), "axis": axis, "shape": (64, 96), "view_as_float": False}
+    state |= {"compute_dtype": getattr(torch, kind.name), "group_size": 64 * 96 // group if axis == 0 else group}
+    expected = quantizer.dequantize(words, state).to(torch.bfloat16).view(torch.int16).numpy()
+    folder = write_folder(tmp_path / "m", quantized.settings(FORMS[name]), {f"a.{end}": p for end, p in parts.items()})
+    np.testing.assert_array_equal(lm.open_checkpoint(folder)["a.weight"].read().view(np.int16), expected)
+
+
+@pytest.mark.parametrize("name", ["hqq-2", "hqq-3-down"])
+def test_files_of_hqq_itself(name: str, tmp_path: Path) -> None:
+    """Neither qmodel.pt nor the folders of `save_to_safetensors` state the method."""
+    parts, expected = FORMS[name].make(np.random.default_rng(7), 64, 96)
+    config = {"model_type": "llama", "torch_dtype": "bfloat16"}
+    module = NAME.removesuffix(".weight")
+    folder = write_folder(tmp_path / "a", config, {f"{module}.{end}": part for end, part in parts.items()})
+    same(lm.open_checkpoint(folder)[NAME].read(), expected)
+    arrays = {end: parts[end] for end in ("W_q", "scale", "zero")}
+    state: dict[str, Any] = {
+        end: torch_tensor(end, array.dtype.name, array.size, 0, array.shape, (array.shape[1], 1))
+        for end, array in arrays.items()
+    }
+    state |= {"shape": called("torch.Size", (64, 96)), "packing": parts["packing"].tobytes().decode(), "nbits": 2}
+    content = {module: state, "model.norm": {"weight": state["scale"]}}
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "config.json").write_text(json.dumps(config))
+    storages = {end: array.tobytes() for end, array in arrays.items()}
+    (tmp_path / "b" / "qmodel.pt").write_bytes(torch_archive(content, storages))
+    with lm.open_checkpoint(tmp_path / "b") as checkpoint:
+        assert sorted(checkpoint) == [NAME, "model.norm.weight"]
+        same(checkpoint[NAME].read(), expected)
 
 
 @pytest.mark.parametrize("form", ["nf4", "nf4-nested", "int8"])

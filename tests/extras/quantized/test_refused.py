@@ -39,7 +39,7 @@ def refused(folder: Path, stored: Tensors, config: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("method", ["hqq", "quark", "aqlm", ""])
+@pytest.mark.parametrize("method", ["quark", "aqlm", ""])
 def test_unknown_methods(method: str, tmp_path: Path) -> None:
     """Even where every tensor is plain: what says that it is quantized may be, in a way that shows nowhere."""
     text = refused(
@@ -103,6 +103,10 @@ def test_configurations(form: str, change: dict[str, Any], words: str, tmp_path:
         ("nf4-nested", "weight.nested_absmax", f"expected '{M}.weight.nested_absmax' alongside"),
         ("nf4", "weight.quant_state.bitsandbytes__nf4", f"'{M}.weight' (uint8)"),
         ("int8", "SCB", f"'{M}.weight' (int8)"),
+        ("hqq-4", "zero", f"expected '{M}.zero' alongside"),
+        ("hqq-4", "W_q", f"expected '{M}.W_q' alongside"),
+        ("hqq-4", "shape", "expected codes and scales of a matrix None, found shapes (32, 64) and (64, 1)"),
+        ("hqq-3", "packing", "expected one of 8bit_u8, 4bit_u8, 2bit_u8, 1bit_u8, 3bit_32, found None in int32"),
         ("mxfp4", "weight_scale", f"expected '{M}.weight_scale' alongside"),
         ("torchao-int8", "_weight_scale", f"expected '{M}._weight_scale' alongside"),
         ("torchao-float8", "_weight_qdata", f"expected '{M}._weight_qdata' alongside"),
@@ -180,6 +184,12 @@ def test_an_offset_that_is_no_finite_number(offset: Any, tmp_path: Path) -> None
     said = json.dumps(json.loads(stored[name].tobytes()) | {"nested_offset": offset})
     stored[name] = np.frombuffer(said.encode(), np.uint8).copy()
     assert "a finite number as nested_offset, found" in refused(tmp_path, stored, config)
+
+
+def test_scales_of_hqq_that_are_quantized(tmp_path: Path) -> None:
+    stored, config = parts("hqq-4")
+    stored[f"{M}.scale_q"] = stored.pop(f"{M}.scale").astype(np.uint8)
+    assert "expected scales and zero points that are not quantized, found some" in refused(tmp_path, stored, config)
 
 
 def test_an_empty_module(tmp_path: Path) -> None:
