@@ -70,6 +70,7 @@ if _typing.TYPE_CHECKING:
     from lazymodel.extras.research.statistics import statistics
     from lazymodel.extras.run.report import RunReport
     from lazymodel.extras.run.signals import signals
+    from lazymodel.extras.sync.digest import Digest, digest
     from lazymodel.extras.sync.reshard import ReshardReport, reshard
     from lazymodel.extras.sync.sync import Sync
 
@@ -84,6 +85,7 @@ _NAMES = {  # module: names that it has
     "lazymodel._mapping.entry": "From",
     "lazymodel._mapping.table": "WeightMap map_checkpoint",
     "lazymodel._materialize.report": "LoadReport",
+    "lazymodel.extras.sync.digest": "Digest digest",
     "lazymodel.extras.sync.reshard": "ReshardReport reshard",
     "lazymodel.extras.sync.sync": "Sync",
     "lazymodel._model": "AbstractModel build_abstract",
@@ -144,6 +146,7 @@ __all__ = [
     "CheckpointError",
     "Compile",
     "CoordinateCheck",
+    "Digest",
     "DoesNotFitError",
     "From",
     "Host",
@@ -169,6 +172,7 @@ __all__ = [
     "coordinate_check",
     "device_memory",
     "diff",
+    "digest",
     "grow",
     "initializers",
     "map_checkpoint",

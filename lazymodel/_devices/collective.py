@@ -229,6 +229,19 @@ class CollectiveScope:
                 _pause(self._silence)
             raise
 
+    def added(self, numbers: Sequence[int]) -> Sequence[int]:
+        """The sums of the numbers of all processes, each of which gives as many; the processes meet for it."""
+        store, folder = self._store, f"{self.folder()}numbers/"
+        if store is None:
+            return numbers
+        store.put(f"{folder}{store.process}", json.dumps(list(numbers)))
+        self.meet()
+        if self._leads:
+            every = [json.loads(store.get(f"{folder}{process}") or "") for process in self._members]
+            store.put(f"{folder}sums", json.dumps([sum(each) for each in zip(*every, strict=True)]))
+        self.meet()
+        return json.loads(store.get(f"{folder}sums") or "")
+
     def report(self) -> str:
         """The outcome of this process, which the others compare with theirs."""
         whole = "\0".join((self.outcome, self.details, *(content for _, content in self.files)))
