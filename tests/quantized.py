@@ -283,6 +283,15 @@ def torchao(group: int, *, zero: bool = False, kind: Any = np.int8, scale_kind: 
     return make
 
 
+def modelopt_awq(rng: np.random.Generator, rows: int, columns: int) -> tuple[Tensors, np.ndarray]:
+    """ModelOpt's W4A16_AWQ: two rows in one of bytes, and what belongs to the inputs."""
+    codes, scale = rng.integers(-8, 8, (rows, columns)), scales(rng, (rows, columns // 32))
+    inputs = rng.uniform(0.5, 2, columns).astype(BF16)
+    value = codes.astype(F32) * np.repeat(scale, 32, 1) * inputs.astype(F32)
+    packed = (codes[0::2] & 15 | (codes[1::2] & 15) << 4).astype(np.uint8)
+    return {"weight": packed, "weight_scale": scale, "pre_quant_scale": inputs}, value.astype(BF16)
+
+
 def hqq(bits: int, axis: int, group: int, kind: Any = BF16) -> Any:
     """HQQ's codes: those of a word are as many ranges of rows apart, the first in the highest bits."""
 
@@ -448,6 +457,7 @@ FORMS: dict[str, Form] = {
             "hqq-1": hqq(1, 1, 128, F32), "hqq-1-down": hqq(1, 0, 32),
         }.items()
     },
+    "modelopt-awq": Form({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, modelopt_awq),
     "modelopt-nvfp4": Form({"quant_method": "modelopt", "quant_algo": "NVFP4"}, float4(16, style="modelopt")),
 }  # fmt: skip
 

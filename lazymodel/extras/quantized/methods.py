@@ -53,7 +53,7 @@ from lazymodel.checkpoints._untrusted import is_finite
 from lazymodel.extras.quantized.config import ADVICE, DTYPES, Config, Contents, StoredTensors, find_config, matches
 from lazymodel.extras.quantized.hqq import CODES, decode_hqq
 from lazymodel.extras.quantized.mlx import decode_mlx, split_experts
-from lazymodel.extras.quantized.packed import decode_auto_round, decode_awq, decode_gptq
+from lazymodel.extras.quantized.packed import decode_auto_round, decode_awq, decode_awq_of_modelopt, decode_gptq
 from lazymodel.extras.quantized.scaled import (
     WORD,
     ScaledTensor,
@@ -79,7 +79,7 @@ _ACTIVATIONS = re.compile(
     r"(?:.*\.)?(?:\w+_proj_)?(?:input|output|activation|k|v|q|kv|prob)_"  # and not `correct_output_scale` of Gemma 3n
     r"(?:global_)?(?:scale|scale_inv|scale_ub|zero_point)"
 )
-_ALGORITHMS = ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "MIXED_PRECISION")
+_ALGORITHMS = ("FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_AWQ", "MIXED_PRECISION")
 
 
 def _decode_float8(contents: Contents) -> None:
@@ -487,6 +487,7 @@ def _decode_modelopt(contents: Contents) -> None:
     for name in list(contents.names("_scale_2")):
         if contents.has(name) and contents.has(f"{name}_scale") and contents.header(name).dtype.name == "uint8":
             add_float4(contents, name, name, f"{name}_scale", f"{name}_scale_2")
+    decode_awq_of_modelopt(contents)
     _decode_float8(contents)
 
 

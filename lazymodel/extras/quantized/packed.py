@@ -1,4 +1,4 @@
-"""GPTQ, AWQ and auto-round: integers of a few bits, a scale and a zero point for each group.
+"""GPTQ, AWQ, auto-round and ModelOpt's W4A16_AWQ: integers of a few bits, a scale and a zero point for each group.
 
 GPTQ and AWQ have codes in words of 32, zero points packed alike, and a scale for each group of rows. Both store the
 transposed weight: `qweight` int32, and `scales` and `qzeros` with a row for each group of input features. The value is
@@ -9,6 +9,11 @@ Modules may have bits and groups of their own. GPTQ's `dynamic` has regular expr
 that matches counts, after `-:` it leaves the module out. The `extra_config` of auto-round has names of modules, and
 regular expressions for all others, and 16 bits leave a module out. `auto-round` has the tensors of GPTQ or AWQ, which
 `packing_format` says (auto-round 0.16.1).
+
+ModelOpt (0.47) has two rows of `weight` in one of bytes, the first in the lower half, integers from -8 to 7, and a
+`weight_scale` for each group of a row. `pre_quant_scale` is for the columns of inputs, where the norm before them did
+not take it; the plain weight is `code * weight_scale * pre_quant_scale`, both products in float32, rounded to the
+model's dtype.
 """
 
 from __future__ import annotations
@@ -17,11 +22,15 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, cast
 
+import numpy as np
+
+from lazymodel._tensors.buffers import Workspace
 from lazymodel._tensors.decoded import Stored, Unpack
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel.extras.quantized.config import DTYPES, Config, Contents, matches
 from lazymodel.extras.quantized.scaled import (
     WORD,
+    ScaledTensor,
     integers,
     integers_down,
     scaled_integers,
@@ -169,3 +178,44 @@ def _add_integers(
         )
 
     contents.add(f"{module}.weight", names + order, shape, make)
+
+
+def decode_awq_of_modelopt(contents: Contents) -> None:
+    """Decodes the modules of `modelopt` with W4A16_AWQ."""
+    for name in contents.names("_scale"):
+        scale = f"{name}_scale"
+        packed = contents.has(name) and contents.header(name).dtype == np.uint8 and not contents.has(f"{scale}_2")
+        if packed and contents.header(scale).dtype.name in DTYPES:
+            _add_signed(contents, name, scale, f"{name.removesuffix('weight')}pre_quant_scale")
+
+
+def _add_signed(contents: Contents, name: str, scale: str, factor: str) -> None:
+    half, columns = contents.matrix(name)
+    rows, groups = contents.matrix(scale)
+    group = columns // groups
+    if rows != 2 * half or group * groups != columns or contents.config.get("group_size") not in (None, group):
+        contents.reject(scale, f"scales for groups of {2 * half} rows and {columns} columns", f"shape {(rows, groups)}")
+    factors = [factor] if contents.has(factor) else []
+    for each in factors:
+        contents.expect(each, (columns,), *DTYPES)
+
+    def make() -> LazyTensor:
+        stored = [
+            Stored(contents.tensor(name), (1, 1), _signed_down, (2, 1)),
+            Stored(contents.tensor(scale), (1, group)),
+            *(Stored(contents.tensor(each).reshape(1, columns), (rows, 1)) for each in factors),
+        ]
+        return LazyTensor(ScaledTensor((rows, columns), *stored, times=bool(factors)))
+
+    contents.add(name, [name, scale, *factors], (rows, columns), make)
+
+
+def _signed_down(stored: np.ndarray, out: np.ndarray, workspace: Workspace) -> None:
+    """Integers of 4 bits with a sign, two rows in one of bytes, the first in the lower half."""
+    codes = stored.view(np.int8)
+    with workspace.array(codes.shape, codes.dtype) as lower:
+        np.left_shift(codes, 4, out=lower)
+        np.right_shift(lower, 4, out=lower)  # keeps the sign
+        np.copyto(out[0::2], lower)
+        np.right_shift(codes, 4, out=lower)
+        np.copyto(out[1::2], lower)

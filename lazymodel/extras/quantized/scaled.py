@@ -42,7 +42,8 @@ class ScaledTensor(DecodedTensor):
     """A float32 array `(code - zero) * scale`, each of the three a stored tensor.
 
     Every operation is rounded to float32, and with `half` the product to the nearest float16. With `narrow` the
-    difference is rounded to the scales' dtype. `factor` is multiplied last. `order` is a tensor with the group of each
+    difference is rounded to the scales' dtype. `factor` is multiplied last, or with `times` the last stored tensor.
+    `order` is a tensor with the group of each
     index of an axis, for groups that are not ranges: scales and zero points are then looked up by it. With
     `may_be_unordered`, -1 throughout means that groups are ranges.
     """
@@ -57,10 +58,11 @@ class ScaledTensor(DecodedTensor):
         factor: float | None = None,
         half: bool = False,
         narrow: bool = False,
+        times: bool = False,
     ) -> None:
         super().__init__(shape, *stored, scratch=_NUMBER)
         self._order, self._scattered, self._may_be_unordered = order, scattered, may_be_unordered
-        self._factor, self._half, self._narrow = factor, half, narrow
+        self._factor, self._half, self._narrow, self._times = factor, half, narrow, times
         self._groups: np.ndarray | None = None  # of the order, once it was read; empty if groups are ranges
         self._guard, self._filling = threading.Lock(), 0
         if order is not None:
@@ -145,7 +147,8 @@ class ScaledTensor(DecodedTensor):
             to_half = halves and steps[:1] == (Convert(_HALF),) and not cast_again
             if halves:
                 np.multiply(scale, _CUT * _REBIAS if to_half else _CUT, out=scale)
-            for stored, operand in zip(self.stored[2:], operands[2:], strict=True):
+            count = len(operands) - self._times
+            for stored, operand in zip(self.stored[2:count], operands[2:count], strict=True):
                 self._apply(np.subtract, values, tile, stored, *operand, workspace)
             if self._narrow and (kind := self.stored[1].view.dtype) != self.dtype:
                 np.copyto(values, values.astype(kind))
@@ -160,6 +163,8 @@ class ScaledTensor(DecodedTensor):
                     steps = steps[steps[:1] == (Convert(_HALF),) :]  # without the cast, which has no effect any more
             elif self._half:
                 np.copyto(values, values.astype(_HALF))
+            if self._times:
+                self._apply(np.multiply, values, tile, self.stored[-1], *operands[-1], workspace)
             if self._factor is not None:
                 np.multiply(values, np.float32(self._factor), out=values)
             if to_half:

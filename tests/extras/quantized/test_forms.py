@@ -88,7 +88,7 @@ def test_any_box(form: str, checkpoints: Any, data: st.DataObject) -> None:
 
 # Parts, or ends of their names, of which one is for the whole matrix.
 ONCE = ("g_idx", "shape", "quant_map", "quant_state", "nested_absmax", "scale_2", "global_scale", "format")
-ONCE += ("input_scale", "packing", "dtype")
+ONCE += ("input_scale", "pre_quant_scale", "packing", "dtype")
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "fp8-block"])  # its blocks do not divide a shard
@@ -241,6 +241,19 @@ def test_as_compressed_tensors_decodes(tmp_path: Path, name: str) -> None:
     np.testing.assert_array_equal(found.view(np.int16), expected)
 
 
+@pytest.mark.large
+def test_as_modelopt_packs(tmp_path: Path) -> None:
+    """Against the packer of nvidia-modelopt (0.47), which has no reader."""
+    torch = pytest.importorskip("torch", reason="needs the packages nvidia-modelopt and torch")
+    tool = pytest.importorskip("modelopt.torch.export.quant_utils", reason="needs the package nvidia-modelopt")
+    parts, _ = FORMS["modelopt-awq"].make(np.random.default_rng(7), 64, 96)
+    scale = torch.from_numpy(parts["weight_scale"])
+    weight = torch.randint(-8, 8, (64, 96)) * scale.repeat_interleave(32, 1)
+    stored = {"a.weight": tool.pack_int4_in_uint8(weight, scale, 32).numpy(), "a.weight_scale": scale.numpy()}
+    config = {**quantized.settings(FORMS["modelopt-awq"]), "torch_dtype": "float32"}
+    same(lm.open_checkpoint(write_folder(tmp_path / "m", config, stored))["a.weight"].read(), weight.numpy())
+
+
 HQQ = [name for name in FORMS if name.startswith("hqq")]
 
 
@@ -313,6 +326,23 @@ def test_four_bits_may_be_stored_as_floats(form: str, storage: str, tmp_path: Pa
         before = checkpoint.bytes_read
         same(checkpoint[NAME][2:3].read(), plain[NAME][2:3])
         assert checkpoint.bytes_read - before <= SHAPE[1]  # a row, and its scales
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("storage", ["uint8", "bfloat16", "float16", "float32"])
+def test_as_bitsandbytes_decodes(storage: str, nested: bool, tmp_path: Path) -> None:
+    """Against that package (0.50), whose code for CPUs decodes rows of whole blocks."""
+    torch = pytest.importorskip("torch", reason="needs the packages bitsandbytes and torch")
+    tool = pytest.importorskip("bitsandbytes.functional", reason="needs the packages bitsandbytes and torch")
+    safetensors = pytest.importorskip("safetensors.torch")
+    weight, options = torch.randn(64, 128).bfloat16(), {"quant_type": "nf4", "compress_statistics": nested}
+    codes, state = tool.quantize_4bit(weight, **options, quant_storage=getattr(torch, storage))
+    parts = {f"a.weight.{key}": part for key, part in state.as_dict(packed=True).items()}
+    (tmp_path / "config.json").write_text(json.dumps(quantized.settings(FORMS["nf4"])))
+    safetensors.save_file({"a.weight": codes, **parts}, tmp_path / "model.safetensors")
+    expected = tool.dequantize_4bit(codes, state).view(torch.int16).numpy()
+    np.testing.assert_array_equal(lm.open_checkpoint(tmp_path)["a.weight"].read().view(np.int16), expected)
 
 
 def test_four_bits_that_were_merged_are_of_the_model_s_dtype(tmp_path: Path) -> None:

@@ -82,7 +82,11 @@ def test_unknown_methods(method: str, tmp_path: Path) -> None:
         ("pack-4", {"ignore": "up_proj"}, "expected a list of modules as ignore"),
         ("fp8-block", {"weight_block_size": [0, 16]}, "expected two positive integers"),
         ("fp8-block", {"weight_block_size": [16, 16]}, "a scale for each block of [16, 16]"),
-        ("modelopt-fp8", {"quant_algo": "W4A16_AWQ"}, "found 'W4A16_AWQ'"),
+        (
+            "modelopt-awq",
+            {"group_size": 64},
+            "scales for groups of 64 rows and 64 columns, found shape (64, 2)",
+        ),
         ("modelopt-fp8", {"quant_algo": "W4A8_AWQ"}, "found 'W4A8_AWQ'"),
     ],
 )
