@@ -16,7 +16,7 @@ import os
 import platform
 import sys
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Generator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -105,10 +105,14 @@ def _add_convert(commands: Any) -> None:
 _SIZES = ("max_shard_size", "max_host_memory")
 
 
-def _convert(arguments: argparse.Namespace) -> int:
+def _on_cpu() -> None:
+    """An accelerator that another process uses, or that starts slowly, is not touched unless the user chose one."""
     if CONFIG.jax_platforms is None:
-        # Nothing runs on devices: an accelerator that another process uses, or that starts slowly, is not touched.
         jax.config.update("jax_platforms", "cpu")
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    _on_cpu()
     given = storage_options(arguments)
     if given and not any(map(is_url, [arguments.source, arguments.destination, *(arguments.adapter or ())])):
         raise LazyModelError("--storage-option is for URLs, and neither SRC nor DST is one")
@@ -191,16 +195,48 @@ def _add_diff(commands: Any) -> None:
     )
 
 
-def _diff(arguments: argparse.Namespace) -> int:
-    options, paths = storage_options(arguments), (arguments.a, arguments.b)
+@contextlib.contextmanager
+def _opened(arguments: argparse.Namespace, *paths: str) -> Generator[list[Any]]:
+    """The checkpoints at paths; options are for those that are URLs."""
+    options = storage_options(arguments)
     needless = not any(map(is_url, paths))  # then opening raises for options
     with contextlib.ExitStack() as stack:
-        a, b = (open_checkpoint(path, options if needless or is_url(path) else None) for path in paths)
-        stack.enter_context(a)
-        stack.enter_context(b)
+        given = (open_checkpoint(path, options if needless or is_url(path) else None) for path in paths)
+        yield list(map(stack.enter_context, given))
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    with _opened(arguments, arguments.a, arguments.b) as (a, b):
         found = lm.diff(a, b, tolerance=arguments.tolerance)
     show(arguments, "diff", found)
     return 1 if found else 0
+
+
+def _add_digest(commands: Any) -> None:
+    description = (
+        "Prints 64 bits for every tensor, which depend on shapes and values alone, not on format, file or sharding; or "
+        "compares those of two checkpoints. No cryptographic hash. Exit status: 0; 1 two differ; 2 one cannot be read."
+    )
+    example = "example: lazymodel digest model.safetensors --json > digest.json"
+    option = add_command(commands, "digest", _digest, "64 bits for every tensor's values", description, example)
+    option("a", "A", "a file, a folder or a URL, as for open_checkpoint")
+    option("b", "B", "another one, to compare with", nargs="?")
+    option(*STORAGE_OPTION, action="append")
+    option(*JSON)
+
+
+def _digest(arguments: argparse.Namespace) -> int:
+    _on_cpu()
+    with _opened(arguments, *filter(None, (arguments.a, arguments.b))) as checkpoints:
+        found = list(map(lm.digest, checkpoints))
+    if len(found) == 2:
+        show(arguments, "digest", differing := found[0].diff(found[1]))
+        return 1 if differing else 0
+    if arguments.json:
+        print_json("digest", {"tensors": found[0].to_dict()})
+    else:
+        print_text(str(found[0]))
+    return 0
 
 
 def _add_stats(commands: Any) -> None:
@@ -386,6 +422,7 @@ examples:
   lazymodel plan config.json --topology v5e-8        does a model fit, before any hardware is rented?
   lazymodel convert folder model.weights.h5          convert a checkpoint to another one, of any format
   lazymodel diff before.safetensors after/           compare two checkpoints
+  lazymodel digest model.safetensors                 64 bits for every tensor's values, in any format
   lazymodel explain config.json --topology v5e-8     why is each variable split as it is?
   lazymodel stats model.safetensors                  mean, deviation, range of values; numbers that are not finite
   lazymodel doctor                                   show what is installed, and packages missing for features
@@ -446,6 +483,6 @@ def _make_parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
     )
     parser.add_argument("--version", action="version", version=f"lazymodel {VERSION}")
     commands = parser.add_subparsers(metavar="COMMAND")
-    for add in (_add_inspect, add_plan, add_explain, _add_convert, _add_diff, _add_stats, _add_doctor):
+    for add in (_add_inspect, add_plan, add_explain, _add_convert, _add_diff, _add_digest, _add_stats, _add_doctor):
         add(commands)
     return parser, commands.choices

@@ -137,6 +137,10 @@ class DigestDifference(Report):
     def __bool__(self) -> bool:
         return bool(self.only_in_a or self.only_in_b or self.differing)
 
+    def to_dict(self) -> dict[str, Any]:
+        """The result in types of JSON."""
+        return {"same": not self, **super().to_dict()}
+
     def table(self) -> Table:
         """A row for arrays that differ, and whose paths differ only in numbers."""
         cells = [

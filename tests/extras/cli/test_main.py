@@ -388,7 +388,7 @@ def test_plan_is_silent_where_jax_looks_for_a_tpu(factory):
 def test_no_command_shows_what_there_is(capsys):
     assert main([]) == 0
     commands = re.findall(r"^    (\w+)\b", capsys.readouterr().out, flags=re.M)
-    assert {"inspect", "plan", "convert", "diff", "doctor", "explain", "stats"} <= set(commands)
+    assert {"inspect", "plan", "convert", "diff", "doctor", "explain", "stats", "digest"} <= set(commands)
     for command in commands:
         with pytest.raises(SystemExit, match="0"):
             main([command, "--help"])
