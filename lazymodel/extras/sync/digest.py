@@ -3,7 +3,7 @@
 The digest of an array is two sums modulo 2**32, over its elements, of what two functions make of an element's bits and
 its flat index. So parts of an array add up in any order, and the result does not depend on how it is divided. On
 devices, one program computes the sums of all shards that count, those of each box's first replica; files are read in
-chunks, for which the same arithmetic runs on the CPU (NumPy needs ten times as long). Only sums leave a device; a
+chunks, for which the same arithmetic runs on the CPU (NumPy takes several times as long). Only sums leave a device; a
 thread that reads holds 4 MiB of values and 16 MiB of temporaries.
 
 It finds accidents, and keeps out nobody: whoever wants to can make other values with the same digest.
@@ -269,16 +269,17 @@ def _started(array: jax.Array) -> Any:
     sharding = NamedSharding(Mesh(np.array(devices), "shard"), PartitionSpec(*["shard"][: len(shape)]))
     joined = (len(data) * shape[0], *shape[1:]) if shape else ()
     values = jax.make_array_from_single_device_arrays(joined, sharding, data)
-    starts = tuple(_start(box_key(shard.index, array.shape), array.shape) for shard in shards)
+    strides = c_strides(array.shape, 1)
+    starts = tuple(_start(box_key(shard.index, array.shape), strides) for shard in shards)
     key = ("digest", shape, array.dtype, array.shape, starts, sharding)
     with jax.enable_x64(wide or array.dtype.itemsize >= 8):
         sums = PROGRAMS.get(key, lambda: _program(array.shape, starts, sharding, wide))(values)
         return jax.block_until_ready(sums) if away else sums
 
 
-def _start(key: BoxKey, shape: tuple[int, ...]) -> int:
+def _start(key: BoxKey, strides: Sequence[int]) -> int:
     """The flat index of a box's first element."""
-    return sum(first * stride for (first, _), stride in zip(key, c_strides(shape, 1), strict=True))
+    return sum(first * stride for (first, _), stride in zip(key, strides, strict=True))
 
 
 def _program(shape: tuple[int, ...], starts: Sequence[int], sharding: NamedSharding, wide: bool) -> Any:
@@ -318,7 +319,7 @@ def _read_sums(tensors: Mapping[str, LazyTensor]) -> dict[str, tuple[int, int]]:
         tensor, box, buffer = tensors[job[0]], job[1], scratch.buffer(_CHUNK)
         values = buffer[: math.prod(box_shape(box)) * tensor.itemsize].view(tensor.dtype).reshape(box_shape(box))
         fill(tensor, [box], [values], scratch.workspace)
-        start = _start(box_key(box, tensor.shape), tensor.shape)
+        start = _start(box_key(box, tensor.shape), c_strides(tensor.shape, 1))
         numbers = np.array([start & _MASK, start >> _LOW, values.size], np.uint32)
         words = jax.device_put(buffer.view(f"u{min(tensor.itemsize, 4)}"), device)  # no copy on CPUs
         how = tensor.itemsize, jax.dtypes.itemsize_bits(tensor.dtype), tensor.size > 1 << _LOW
