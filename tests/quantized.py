@@ -198,7 +198,7 @@ def eight_bits(rng: np.random.Generator, rows: int, columns: int) -> tuple[Tenso
 
 
 def float4(block: int, *, style: str) -> Any:
-    """MXFP4, MXFP6 and NVFP4 of compressed-tensors, and NVFP4 of ModelOpt."""
+    """MXFP4, MXFP6 and NVFP4 of compressed-tensors, NVFP4 of ModelOpt, and MXFP4 of Quark."""
 
     def make(rng: np.random.Generator, rows: int, columns: int) -> tuple[Tensors, np.ndarray]:
         codes, table = rng.integers(0, 64 if style == "mxfp6" else 16, (rows, columns)), E2M1
@@ -208,7 +208,7 @@ def float4(block: int, *, style: str) -> Any:
         if style.startswith("mx"):
             scale = rng.integers(110, 125, (rows, columns // block)).astype(np.uint8)
             effective = np.exp2(scale.astype(F32) - 127)
-            parts: Tensors = {"weight_packed": packed, "weight_scale": scale}
+            parts: Tensors = {"weight" if style == "mx" else "weight_packed": packed, "weight_scale": scale}
         else:
             scale = finite8(rng, (rows, columns // block))
             of_all = np.float32(rng.uniform(500, 2000))
@@ -329,6 +329,12 @@ def of_torchao(config: dict[str, Any], tensors: Tensors) -> dict[str, str]:
         said = {"_type": kind, "_data": data, "_tensor_data_names": names}
         found[codes.removesuffix("_weight_qdata") + "weight"] = json.dumps(said)
     return found
+
+
+def quark(**weight: Any) -> dict[str, Any]:
+    """A configuration of Quark."""
+    kinds = {"weight": weight, "input_tensors": None}
+    return {"quant_method": "quark", "exclude": ["lm_head"], "global_quant_config": kinds, "layer_quant_config": {}}
 
 
 def groups(form: str, **weights: Any) -> dict[str, Any]:
@@ -457,6 +463,8 @@ FORMS: dict[str, Form] = {
             "hqq-1": hqq(1, 1, 128, F32), "hqq-1-down": hqq(1, 0, 32),
         }.items()
     },
+    "quark-fp8": Form(quark(dtype="fp8_e4m3", qscheme="per_channel"), float8((1, 0), "weight_scale", BF16)),
+    "quark-mxfp4": Form(quark(dtype="fp4", group_size=32, scale_format="e8m0"), float4(32, style="mx")),
     "modelopt-awq": Form({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, modelopt_awq),
     "modelopt-nvfp4": Form({"quant_method": "modelopt", "quant_algo": "NVFP4"}, float4(16, style="modelopt")),
 }  # fmt: skip

@@ -1,9 +1,10 @@
 """Methods of quantization (`quant_method`): a function each, which takes the tensors that it knows, and the table.
 
-**FP8** (`fp8`, `fbgemm_fp8`, NVIDIA's ModelOpt): a weight in F8_E4M3 (or another 8-bit float) has a `weight_scale_inv`
-or `weight_scale`: one for all, one for each row, or one for each block of `weight_block_size`. The value is
-`float32(weight) * float32(scale)`, rounded once to the model's dtype, as in `weight_dequant_kernel` of DeepSeek-V3's
-`inference/kernel.py`, and in `Fp8Dequantize` of transformers. Scales of activations and of caches are left out.
+**FP8** (`fp8`, `fbgemm_fp8`, NVIDIA's ModelOpt, AMD's Quark 0.13): a weight in F8_E4M3 (or another 8-bit float) has a
+`weight_scale_inv` or `weight_scale`: one for all, one for each row, or one for each block of `weight_block_size`. The
+value is `float32(weight) * float32(scale)`, rounded once to the model's dtype, as in `weight_dequant_kernel` of
+DeepSeek-V3's `inference/kernel.py`, and in `Fp8Dequantize` of transformers. Scales of activations and of caches are
+left out.
 
 GPTQ, AWQ and what stores the same are in `packed`; `mlx`, `torchao` and `hqq` have these.
 
@@ -29,6 +30,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import math
 import re
@@ -95,6 +97,24 @@ def _decode_float8(contents: Contents) -> None:
             if scale is not None:
                 _take_one(contents, name, scale, block)
     _drop_activations(contents)
+
+
+def _decode_quark(contents: Contents) -> None:
+    """Decodes the modules of AMD's Quark: FP8, and MXFP4 whose parts have the same names."""
+    config = contents.config
+    layers = (config.get(key) or {} for key in ("layer_quant_config", "layer_type_quant_config"))
+    each = (cast("dict[str, Any]", group).values() if isinstance(group, dict) else [group] for group in layers)
+    for own in [config.get("global_quant_config"), *itertools.chain(*each)]:
+        weight = cast("dict[str, Any]", own).get("weight") if isinstance(own, dict) else own
+        said = cast("dict[str, Any]", weight) if isinstance(weight, dict) else {"dtype": weight}
+        kind = tuple(said.get(key) for key in ("dtype", "group_size", "scale_format"))
+        if weight is not None and kind != ("fp4", 32, "e8m0") and not str(kind[0]).startswith("fp8_e"):
+            expected = "fp8_e4m3, or fp4 in groups of 32 with e8m0 as scale_format, as dtype of weights"
+            config.reject(expected, ", ".join(map(repr, kind)))
+    for name in contents.names("_scale"):
+        if contents.has(name) and contents.header(name).dtype == np.uint8:
+            add_float4(contents, name, name, f"{name}_scale")
+    _decode_float8(contents)
 
 
 def _block_of(contents: Contents, value: Any) -> Sequence[int] | None:
@@ -505,6 +525,7 @@ _METHODS: Mapping[str, Callable[[Contents], None]] = {
     "bitsandbytes": _decode_bitsandbytes,
     "mxfp4": decode_mxfp4,
     "mlx": decode_mlx,
+    "quark": _decode_quark,
     "hqq": decode_hqq,
 }
 

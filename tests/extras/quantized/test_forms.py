@@ -254,6 +254,27 @@ def test_as_modelopt_packs(tmp_path: Path) -> None:
     same(lm.open_checkpoint(write_folder(tmp_path / "m", config, stored))["a.weight"].read(), weight.numpy())
 
 
+@pytest.mark.large
+@pytest.mark.parametrize("name", ["quark-fp8", "quark-mxfp4"])
+def test_as_quark_decodes(tmp_path: Path, name: str) -> None:
+    """Against the package amd-quark (0.13)."""
+    torch = pytest.importorskip("torch", reason="needs the packages amd-quark and torch")
+    kernel = pytest.importorskip("quark.torch.kernel", reason="needs the package amd-quark")
+    pack = pytest.importorskip("quark.torch.utils.pack")
+    parts, _ = FORMS[name].make(np.random.default_rng(7), 64, 96)
+    if name == "quark-fp8":
+        weight = torch.from_numpy(parts["weight"].view(np.uint8)).view(torch.float8_e4m3fn)
+        scale = torch.from_numpy(parts["weight_scale"].astype(np.float32)).reshape(-1)
+        expected = kernel.dequantize("fp8_e4m3", weight, scale, None, 0, None, "per_channel")
+    else:
+        codes = pack.create_pack_method("per_group", "fp4").unpack(torch.from_numpy(parts["weight"]), False)
+        scale = torch.from_numpy(np.exp2(parts["weight_scale"].astype(np.float32) - 127))
+        expected = kernel.dequantize("fp4", codes, scale, None, -1, 32, "per_group")
+    folder = write_folder(tmp_path / "m", quantized.settings(FORMS[name]), {f"a.{end}": p for end, p in parts.items()})
+    found = lm.open_checkpoint(folder)["a.weight"].read().view(np.int16)
+    np.testing.assert_array_equal(found, expected.to(torch.bfloat16).view(torch.int16).numpy())
+
+
 HQQ = [name for name in FORMS if name.startswith("hqq")]
 
 

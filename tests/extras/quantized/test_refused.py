@@ -39,7 +39,7 @@ def refused(folder: Path, stored: Tensors, config: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("method", ["quark", "aqlm", ""])
+@pytest.mark.parametrize("method", ["quanto", "aqlm", ""])
 def test_unknown_methods(method: str, tmp_path: Path) -> None:
     """Even where every tensor is plain: what says that it is quantized may be, in a way that shows nowhere."""
     text = refused(
