@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -61,7 +61,7 @@ class DigestRow(NamedTuple):
     digest: str
 
 
-class Digest(Tabled, Mapping[str, int]):
+class Digest(Tabled, dict[str, int]):
     """The digests of arrays: path → 64 bits. Two are equal if paths, shapes, dtypes and bits are.
 
     Attributes:
@@ -76,16 +76,8 @@ class Digest(Tabled, Mapping[str, int]):
     """
 
     def __init__(self, rows: Mapping[str, DigestRow]) -> None:
+        super().__init__({path: int(row.digest, 16) for path, row in rows.items()})
         self.rows = dict(rows)
-
-    def __getitem__(self, path: str) -> int:
-        return int(self.rows[path].digest, 16)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def __eq__(self, other: object) -> bool:
         return self.rows == other.rows if isinstance(other, Digest) else NotImplemented
@@ -109,7 +101,7 @@ class Digest(Tabled, Mapping[str, int]):
             return cls(
                 {path: DigestRow(tuple(row["shape"]), row["dtype"], row["digest"]) for path, row in found.items()}
             )
-        except (AttributeError, KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise LazyModelError(f"expected what Digest.to_dict returns, found {reprlib.repr(found)}") from error
 
     def table(self) -> Table:
