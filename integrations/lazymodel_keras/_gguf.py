@@ -10,9 +10,8 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn, TypeAlias, cast
 
 import numpy as np
@@ -23,6 +22,7 @@ from lazymodel._show.text import listed
 from lazymodel.checkpoints._hugging_face import CONFIG, DecodedCheckpoint, Plain
 from lazymodel.checkpoints._untrusted import is_finite
 from lazymodel_keras import _upstream
+from lazymodel_keras._record.phi3 import converter_module, phi3_converter, with_sentence_piece
 
 _ARCHITECTURE = "general.architecture"
 _REQUIRED: Any = object()
@@ -338,7 +338,8 @@ def _rope_scaling(row: Architecture, metadata: Metadata, found: Settings, stored
     factor = metadata.of_model("rope.scaling.factor", float, 1.0)
     half = found["head_dim"] // 2
     if row is PHI3 and _LONG in stored:
-        return {"long_factor": _values(stored, _LONG, half), "short_factor": _values(stored, _SHORT, half)}
+        factors = {"long_factor": _values(stored, _LONG, half), "short_factor": _values(stored, _SHORT, half)}
+        return {"rope_type": "longrope", **factors}
     if kind not in ("none", "linear") or (kind == "linear" and factor != 1 and not row.scaled_rope):
         known = "none or linear" if row.scaled_rope else "none"
         expected = f"{known}, all that KerasHub's {row.backbone} knows"
@@ -448,16 +449,6 @@ _TEKKEN = (
 )
 
 
-def _module(cls: Any, config: Any, weights: Any, tokenizer: Any) -> Any:
-    """The parts that KerasHub's loader uses of a module that converts a type of model."""
-    names = {"convert_backbone_config": config, "convert_weights": weights, "convert_tokenizer": tokenizer}
-    return SimpleNamespace(backbone_cls=cls, **names)
-
-
-def _with_sentence_piece(cls: Any, preset: str, **kwargs: Any) -> Any:
-    return cls(_upstream.preset_file(preset, "tokenizer.model"), **kwargs)
-
-
 def _tekken(_: Any, preset: str, **kwargs: Any) -> Any:
     with open(_upstream.preset_file(preset, "tokenizer.json"), encoding="utf-8") as file:
         content = json.load(file)
@@ -465,63 +456,6 @@ def _tekken(_: Any, preset: str, **kwargs: Any) -> Any:
     merges = [" ".join(merge) for merge in content["model"]["merges"]]
     cls = _upstream.hub_models().MistralTekkenTokenizer
     return cls(vocabulary=vocabulary, merges=merges, split_pattern=_TEKKEN, **kwargs)
-
-
-def _phi3_config(config: Settings) -> Settings:
-    scaling = config.get("rope_scaling", {})
-    return {
-        "vocabulary_size": config["vocab_size"],
-        "num_layers": config["num_hidden_layers"],
-        "hidden_dim": config["hidden_size"],
-        "intermediate_dim": config["intermediate_size"],
-        "num_query_heads": config["num_attention_heads"],
-        "num_key_value_heads": config["num_key_value_heads"],
-        "layer_norm_epsilon": config["rms_norm_eps"],
-        "max_sequence_length": config["max_position_embeddings"],
-        "pretraining_sequence_length": config["original_max_position_embeddings"],
-        "rope_max_wavelength": config["rope_theta"],
-        "rope_scaling_type": "su" if scaling else None,
-        "rope_scaling_short_factor": scaling.get("short_factor"),
-        "rope_scaling_long_factor": scaling.get("long_factor"),
-    }
-
-
-def _phi3_weights(backbone: Any, loader: Any, config: Settings) -> None:
-    def port(variable: Any, name: str, change: Callable[[Any], Any]) -> None:
-        loader.port_weight(variable, name, lambda tensor, shape: np.reshape(change(tensor), shape))
-
-    def rows(sizes: Sequence[int], index: int) -> Callable[[Any], Any]:
-        def part(tensor: Any) -> Any:
-            if tensor.shape[0] != sum(sizes):
-                where = f"tensor {tensor.name!r} of {tensor.file}"
-                raise CheckpointError(f"{where}: expected {sum(sizes)} rows, found {tensor.shape[0]}")
-            return np.transpose(tensor[sum(sizes[:index]) : sum(sizes[: index + 1])])
-
-        return part
-
-    heads, pairs = (config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value"))
-    attention_rows, inner_rows = (heads, pairs, pairs), [config["intermediate_size"]] * 2
-    port(backbone.token_embedding.embeddings, "model.embed_tokens.weight", _unchanged)
-    port(backbone.token_embedding.reverse_embeddings, "lm_head.weight", np.transpose)
-    port(backbone.layer_norm.scale, "model.norm.weight", _unchanged)
-    for index, layer in enumerate(backbone.transformer_layers):
-        attention, qkv, gate_up = layer.attention, "self_attn.qkv_proj", "mlp.gate_up_proj"
-        for variable, name, change in (
-            (layer.pre_attention_layernorm.scale, "input_layernorm", _unchanged),
-            (layer.post_attention_layernorm.scale, "post_attention_layernorm", _unchanged),
-            (attention.query_dense.kernel, qkv, rows(attention_rows, 0)),
-            (attention.key_dense.kernel, qkv, rows(attention_rows, 1)),
-            (attention.value_dense.kernel, qkv, rows(attention_rows, 2)),
-            (attention.output_dense.kernel, "self_attn.o_proj", np.transpose),
-            (layer.feedforward_gate_dense.kernel, gate_up, rows(inner_rows, 0)),
-            (layer.feedforward_intermediate_dense.kernel, gate_up, rows(inner_rows, 1)),
-            (layer.feedforward_output_dense.kernel, "mlp.down_proj", np.transpose),
-        ):
-            port(variable, f"model.layers.{index}.{name}.weight", change)
-
-
-def _unchanged(tensor: Any) -> Any:
-    return tensor
 
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5  # the numbers of SentencePiece
@@ -672,17 +606,17 @@ class GgufFolder:
         if row in (LLAMA2, LLAMA3):
             own = _upstream.converter("llama3")
             cls = models.LlamaBackbone if row is LLAMA2 else own.backbone_cls
-            tokenizer = _with_sentence_piece if row is LLAMA2 else own.convert_tokenizer
+            tokenizer = with_sentence_piece if row is LLAMA2 else own.convert_tokenizer
 
             def config_of(config: Settings) -> Settings:
                 return {**own.convert_backbone_config(config), "layer_norm_epsilon": config["rms_norm_eps"]}
 
-            return _module(cls, config_of, own.convert_weights, tokenizer)
+            return converter_module(cls, config_of, own.convert_weights, tokenizer)
         if row is TEKKEN:
             own = _upstream.converter("mistral")
-            return _module(own.backbone_cls, own.convert_backbone_config, own.convert_weights, _tekken)
+            return converter_module(own.backbone_cls, own.convert_backbone_config, own.convert_weights, _tekken)
         if row is PHI3:
-            return _module(models.Phi3Backbone, _phi3_config, _phi3_weights, _with_sentence_piece)
+            return phi3_converter()
         return None
 
     def tensors(self, *, fresh: bool) -> GgufModel:

@@ -265,7 +265,7 @@ HUGGING_FACE: dict[str, Original] = {
     "gpt_oss": Original(
         "GptOssForCausalLM",
         {
-            **_WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32,
+            **_WINDOW, "sliding_window": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32,
             "layer_types": ["full_attention", "sliding_attention"],  # published ones begin with a window
         },
         finish=_pack_experts,

@@ -29,6 +29,7 @@ import numpy as np
 import lazymodel as lm
 
 from .hub_configs import BACKBONES, TASKS, HubModel
+from .transformers_folders import SECTION
 
 PAGE = Path(__file__).parent.parent.parent / "integrations" / "MODELS.md"
 
@@ -134,7 +135,8 @@ def main(names: list[str]) -> None:
         print(f"{len(rows)} of {len(models())}: {rows[-1]}", file=sys.stderr, flush=True)
         if len(rows) % 20 == 0:
             jax.clear_caches()
-    PAGE.write_text(page(rows))
+    _, mark, rest = PAGE.read_text().partition(SECTION)
+    PAGE.write_text(page(rows) + f"\n{mark}{rest}")
 
 
 if __name__ == "__main__":

@@ -52,6 +52,7 @@ _ASSUMED: Mapping[str, Config] = {
     "dinov2": _VISION,
     "dinov2_with_registers": _VISION,
     "distilbert": {"activation": ("gelu",)},
+    "esm": {"token_dropout": (False,), "position_embedding_type": ("absolute, begun a row early", "rotary")},
     # `transformers` takes the tanh whichever of the two a configuration of the first Gemma has.
     "gemma": {
         **_GEMMA, "hidden_act": _EITHER_GELU, "hidden_activation": _EITHER_GELU,
@@ -67,6 +68,7 @@ _ASSUMED: Mapping[str, Config] = {
     "llama": {**_GATED, "attention_bias": (False,), "mlp_bias": (False,)},
     "mistral": _GATED,
     "mixtral": _GATED,
+    "phi3": _GATED,
     "qwen2": _GATED,
     "qwen2_moe": {**_GATED, "qkv_bias": (True,), "mlp_only_layers": ([],)},
     "qwen3": {**_GATED, "attention_bias": (False,)},
@@ -78,6 +80,9 @@ _ASSUMED: Mapping[str, Config] = {
     "vit": _VISION,
     "xlm-roberta": _ENCODER,
 }  # fmt: skip
+
+# Keys that converters read, for a class that computes something else.
+_MISREAD = {"esm": ("position_embedding_type",)}
 
 _WINDOW, _WHOLE = "sliding_attention", "full_attention"  # kinds of layers
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")  # names of keys and of arguments
@@ -180,10 +185,11 @@ def _sections(config: Config, path: str = "") -> Iterator[tuple[str, Config]]:
 
 def _assumed(config: Config, read: Collection[str]) -> Iterator[tuple[str, tuple[Any, Any]]]:
     for path, section in _sections(config):
-        for key, values in _ASSUMED.get(str(section.get("model_type")), {}).items():
-            stated = section.get(key)
+        kind = str(section.get("model_type"))
+        for key, values in _ASSUMED.get(kind, {}).items():
+            stated, obeyed = section.get(key), f"{path}{key}" in read and key not in _MISREAD.get(kind, ())
             right = [value(section) if callable(value) else value for value in values]
-            if stated is not None and f"{path}{key}" not in read and _NAMES.get(str(stated), stated) not in right:
+            if stated is not None and not obeyed and _NAMES.get(str(stated), stated) not in right:
                 yield f"{path}{key}", (stated, right[0])
 
 
@@ -213,6 +219,8 @@ def _stated_rope(config: Config, kind: str) -> dict[str, Any]:
         found = {"rope_theta": config.get("rope_theta"), **_mapping(config.get("rope_scaling")), **parameters}
     found = {key: value for key, value in found.items() if value is not None}
     found["rope_type"] = found.pop("rope_type", found.pop("type", "default"))
+    if found["rope_type"] == "su":  # an older name
+        found["rope_type"] = "longrope"
     if found["rope_type"] == "yarn":
         found = {**_YARN, **found}
     if found["rope_type"] in _READ_IN_FULL or (found["rope_type"] in ("linear", "yarn") and found.get("factor") == 1):
@@ -230,6 +238,10 @@ def _computed_rope(rotary: Any) -> dict[str, Any]:
             "original_max_position_embeddings": "pretraining_sequence_length",
         }
         return {**found, "rope_type": "llama3", **{key: getattr(rotary, names.get(key, key)) for key in _LLAMA3}}
+    if (factors := getattr(rotary, "inverese_freq_long_factor", None)) is not None:  # Phi-3's
+        short, before = rotary.inverese_freq_short_factor, rotary.pretraining_sequence_length
+        more = {"long_factor": factors, "short_factor": short, "original_max_position_embeddings": before}
+        return {**found, "rope_type": "longrope", **more}
     if factor == 1 or hasattr(rotary, "low_freq_factor"):  # Llama's computes its frequencies without the factor
         return found
     kind = getattr(rotary, "rope_type", "linear")
@@ -282,6 +294,7 @@ _WINDOWED: Mapping[str, Callable[[Config, int], bool]] = {
     "gemma2": lambda config, index: index % 2 == 0,
     "gemma3_text": lambda config, index: (index + 1) % (config.get("sliding_window_pattern") or 6) > 0,
     "gpt_oss": lambda config, index: index % 2 == 0,
+    "phi3": lambda config, index: True,
 }
 # KerasHub's Qwen masks its window only where Keras has no fused attention, and Keras has it.
 _WITHOUT_WINDOW = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
@@ -306,6 +319,7 @@ def _windows(config: Config, layers: Sequence[Any]) -> Iterator[tuple[str, tuple
     computed = list[Any]()
     for layer in layers:
         found = getattr(layer, "sliding_window_size", None) or getattr(layer, "sliding_window", None)
+        found = found + 1 if found and model == "gpt_oss" else found  # it compares with "at least"
         used = getattr(layer, "use_sliding_window_attention", True) and model not in _WITHOUT_WINDOW
         computed.append(found if used and found and found < longest else None)
     if stated != computed:

@@ -51,6 +51,8 @@ from lazymodel.extras.quantized.mlx import EXPERTS
 from lazymodel.extras.quantized.scaled import CODES, Float4Tensor, scaled_pairs
 from lazymodel_keras import _upstream
 from lazymodel_keras._record.configuration import Noting, differences, passed_on
+from lazymodel_keras._record.phi3 import phi3_converter
+from lazymodel_keras._record.transformers_5 import MODEL_TYPES, other_names, with_expected_keys
 
 _MOST = 256 << 20  # bytes of all small files of a preset; the largest vocabularies have a tenth of it
 _WEIGHTS = (".h5", ".hdf5", ".safetensors", ".keras", ".npz", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack")
@@ -440,13 +442,20 @@ def _list_tensors(recording: Any, original: Any, self: Any, *args: Any, **kwargs
 
 @_upstream.while_recording(_upstream.safetensors_loader, "get_tensor")
 def _find_alias(recording: Any, original: Any, self: Any, name: str) -> Any:
-    """Adds to an index what it leaves out, if KerasHub asks for it: other names of tensors, which only shards say."""
+    """Finds a tensor that has another name: by transformers 5, or an alias that only a shard says, not the index."""
     weights = self.safetensor_config["weight_map"] if self.safetensor_config else {}
     if weights and not any(key.endswith(name) for key in weights):
         for shard in dict.fromkeys(weights.values()):
             file = _upstream.shard_of(self, shard)
             weights |= dict.fromkeys(set(file.aliases()) - set(weights), shard)
-    return original(self, name)
+    missing = KeyError, CheckpointError  # of an index, and of a file
+    try:
+        return original(self, name)
+    except missing:
+        for other in other_names(name):
+            with contextlib.suppress(*missing):
+                return original(self, other)
+        raise
 
 
 @_upstream.while_recording(_upstream.preset_utils, "get_file")
@@ -496,10 +505,19 @@ def _from_preset(recording: Any, original: Any, cls: Any, preset: Any, *args: An
 
 @_upstream.while_recording(_upstream.transformers_loader, "__init__")
 def _convert_otherwise(recording: Any, original: Any, self: Any, preset: Any, config: Any) -> None:
-    """Makes one of our converters convert a GGUF file of a model that KerasHub has no converter for."""
+    """Makes one of our converters convert a model that KerasHub has none for, and reads what transformers 5 writes."""
     folder = recording.remote.gguf(preset)
+    if folder is None:
+        config = with_expected_keys(config, f"{CONFIG} of {shown(preset)}")
     ours = None if folder is None else folder.converter()
-    original(self, preset, config if ours is None else {**config, "model_type": "llama"})
+    try:
+        original(self, preset, config if ours is None else {**config, "model_type": "llama"})
+    except ValueError:
+        kind = str(config.get("model_type"))
+        if kind not in MODEL_TYPES and kind != "phi3":
+            raise
+        original(self, preset, {**config, "model_type": MODEL_TYPES.get(kind, "llama")})
+        ours = phi3_converter() if kind == "phi3" else None
     if ours is not None:
         self.config, self.converter = config, ours
 
@@ -513,6 +531,10 @@ class _Converter:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
+
+
+# RoBERTa's only token type, which KerasHub's class has no variable for; it is added at every position.
+_TYPES = "embeddings.token_type_embeddings.weight"
 
 
 @_upstream.while_recording(_upstream.transformers_loader, "load_backbone")
@@ -541,9 +563,16 @@ def _build_as_configured(recording: Any, original: Any, self: Any, cls: Any, loa
             recording.refuse(CheckpointError(f"{message}. {fix} from those of the model that was trained."))
         warn(f"{message}. Its outputs differ from those of the model that was trained.")
 
-    def convert_weights(backbone: Any, *args: Any) -> Any:
+    def convert_weights(backbone: Any, loader: Any, *args: Any) -> Any:
         check(backbone)  # before weights that do not fit are an error of their own
-        return converter.convert_weights(backbone, *args)
+        result = converter.convert_weights(backbone, loader, *args)
+        names = (name for file in recording.files.values() for name in file.requested)
+        if config.get("model_type") == "roberta" and not any(name.endswith(_TYPES) for name in names):
+            with contextlib.suppress(KeyError, CheckpointError):  # it has none
+                row = loader.get_tensor(_TYPES)[0]
+                positions = backbone.embeddings.position_embedding.position_embeddings
+                positions.assign(positions + row)
+        return result
 
     self.config = Noting(config, read)
     self.converter = _Converter(converter, convert_backbone_config=convert_config, convert_weights=convert_weights)
@@ -602,7 +631,11 @@ def _decode_lazily(recording: Any, original: Any, backbone: Any, loader: Any, co
         original(backbone, _WithoutExperts(loader), config)
     for (index, of), name in itertools.product(enumerate(experts), _EXPERTS):
         stored = f"model.layers.{index}.mlp.experts.{name}"
-        blocks, scales = (loader.get_tensor(f"{stored}_{kind}") for kind in ("blocks", "scales"))
+        try:
+            blocks, scales = (loader.get_tensor(f"{stored}_{kind}") for kind in ("blocks", "scales"))
+        except (KeyError, CheckpointError):  # it is not quantized
+            getattr(of, name).assign(loader.get_tensor(stored))
+            continue
         if (blocks.dtype, scales.dtype, blocks.shape) != (np.uint8, np.uint8, (*scales.shape, CODES)):
             raise CheckpointError(
                 f"{stored}_blocks: expected uint8 of shape {(*scales.shape, CODES)}, like its scales, found "

@@ -43,7 +43,7 @@ _HEADS = (
     r"|vocab_(?:layer_norm|projector|transform))\..*",
 )
 # The head of a vision transformer whose last layer the tower uses: KerasHub has none.
-_TOWER_HEAD = (r"(?:.*\.)?vision_tower\.vision_model\.head\..*",)
+_TOWER_HEAD = (r"(?:.*\.)?vision_tower\.(?:vision_model\.)?head\..*",)
 _MASKED_HEAD = (r"lm_head\..*",)
 _MASKED_IMAGE = (r"decoder\..*", r"(?:\w+\.)?embeddings\.mask_token")
 

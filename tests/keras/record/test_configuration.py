@@ -309,14 +309,15 @@ def test_arguments_without_effect(cls: Any, plain: Config, changed: Config) -> N
 
 
 def test_the_layers_of_gpt_oss_that_see_a_window(tmp_path: Path) -> None:
-    """Published configurations begin with a layer that sees a window, KerasHub with one that sees all."""
+    """Published configurations begin with a layer that sees a window, KerasHub with one that sees all; and its windows
+    are a token longer."""
     config = _now("gpt_oss", head_dim=8, sliding_window=8, **LOCAL_EXPERTS)
     kinds = ["sliding_attention", "full_attention"]
-    said = "layer_types is '8, full', the model has 'full, 8'"
+    said = "layer_types is '8, full', the model has 'full, 9'"
     with pytest.raises(lm.CheckpointError, match=said):
         _built(M.GptOssBackbone, _folder(tmp_path, {**config, "layer_types": kinds}))
     yarn = {**_YARN, "truncate": False, "original_max_position_embeddings": 4096}
-    config |= {"layer_types": kinds[::-1], _ROPE: yarn}
+    config |= {"layer_types": kinds[::-1], "sliding_window": 64, _ROPE: yarn}
     assert _built(M.GptOssBackbone, _folder(tmp_path, config)).rope_scaling_factor == 4.0
 
 
