@@ -452,6 +452,7 @@ def _block(
             abstract = abstract.with_variables({**abstract.variables, **placed})
             current = block_rules or rules  # later variables may be of other models
         abstract.materialize(compile=None if result is None else compile, **materializing)
+        recording.notes.clear()
         recording.initialized.clear()  # nothing of the block is built again
         recording.began = time.perf_counter()  # for the next model of the block
 

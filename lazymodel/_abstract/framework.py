@@ -313,6 +313,7 @@ class ModelSpec(Mapping[str, AbstractVariable]):
         name: The model's name, for tables.
         unused: Tensors of the checkpoint that the model was built with and that no variable uses, for the load report.
         mismatched: Tensors that were left out because of their shapes, likewise.
+        notes: What differs on purpose from what the framework's own loader would make, likewise.
         sharding_notes: Notes of `shard` on the rules.
         derived: How to compute variables that depend on the values of others, once these exist.
         optimized: The variables that the model's optimizer trains; None without one.
@@ -331,6 +332,7 @@ class ModelSpec(Mapping[str, AbstractVariable]):
     name: str = "model"
     unused: tuple[StoredTensor, ...] = ()
     mismatched: tuple[MismatchedTensor, ...] = ()
+    notes: tuple[str, ...] = ()
     sharding_notes: tuple[str, ...] = ()
     derived: Derived | None = None
     optimized: Optimized | None = None

@@ -74,6 +74,7 @@ class LoadReport(Report):
         unused: Tensors of the checkpoint that no variable used. For Keras presets, tensors of the opened weight files
             that KerasHub did not request.
         mismatched: Tensors that were left out because of their shapes; their variables are not among the loaded ones.
+        notes: What differs on purpose from what the framework's own loader makes of the checkpoint, as texts.
         filled: Variables without a tensor that began equal to another variable → that one, whose tensor they got.
         files: Path → size in bytes of every file that was loaded from; None if it is not a single file.
         needed_nbytes: Bytes, as stored in files, of all distinct shards of this process. A tensor that two variables
@@ -132,6 +133,7 @@ class LoadReport(Report):
     compiled: tuple[CompiledProgram, ...] = ()
     lower_seconds: float = 0.0
     compile_seconds: float = 0.0
+    notes: tuple[str, ...] = ()
     timeline: Timeline = dataclasses.field(default_factory=Timeline)
 
     @property
@@ -254,6 +256,7 @@ class LoadReport(Report):
         if self.filled:
             began = listed(f"{path!r} of {other!r}" for path, other in self.filled.items())
             lines.append(f"not in the checkpoint, and began equal to another: {began}")
+        lines += [f"note: {note}" for note in self.notes]
         if self.files:
             sizes = (f"{file} ({'size unknown' if n is None else format_bytes(n)})" for file, n in self.files.items())
             lines.append(f"files: {listed(sizes)}")
@@ -321,7 +324,7 @@ def report_load(
     It took so many seconds; `costs` are further attributes of the report.
     """
     if any(load.from_file(path) for path in load.sources):
-        announce(bar, _load_line(load.model.name, costs, timeline, seconds))
+        announce(bar, "; ".join([_load_line(load.model.name, costs, timeline, seconds), *load.model.notes]))
     if deliver is not None:
         deliver(_make_report(load, costs, timeline, seconds))
 
@@ -359,6 +362,7 @@ def _make_report(load: LoadPlan, costs: Mapping[str, Any], timeline: Timeline, s
         initialize_seconds=timeline.seconds("initialize"),
         stream_seconds=timeline.seconds("stream"),
         lower_seconds=timeline.seconds("lower"),
+        notes=load.model.notes,
         timeline=timeline,
         **costs,
     )

@@ -475,6 +475,7 @@ def from_skeleton(skeleton: KerasModel, *, quiet: bool = False, spent: Sequence[
         name=getattr(skeleton.result, "name", None) or "model",
         unused=skeleton.recording.unused_tensors(),
         mismatched=skeleton.recording.mismatched_tensors(variable for variable, _ in skeleton.variables.values()),
+        notes=tuple(skeleton.recording.notes),
         optimized=None if trained is None else Optimized(trained),
         spent=(*spent, Span.since(skeleton.recording.began, "build")),
     )

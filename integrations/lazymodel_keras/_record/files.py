@@ -546,7 +546,13 @@ def _build_as_configured(recording: Any, original: Any, self: Any, cls: Any, loa
     @functools.wraps(converter.convert_backbone_config)  # KerasHub counts its parameters
     def convert_config(*args: Any, **kwargs: Any) -> Any:
         found = converter.convert_backbone_config(*args, **kwargs)
-        return {**passed_on(config, read, found, inspect.signature(cls).parameters), **found}
+        parameters = inspect.signature(cls).parameters
+        more = passed_on(config, read, found, parameters)
+        if changed := [
+            f"{key}={more[key]!r}" for key in more if key not in given and more[key] != parameters[key].default
+        ]:
+            recording.notes.append(f"{listed(changed)} from {CONFIG}, which from_preset of KerasHub leaves out")
+        return {**more, **found}
 
     def check(backbone: Any) -> None:
         nonlocal checked
@@ -572,6 +578,7 @@ def _build_as_configured(recording: Any, original: Any, self: Any, cls: Any, loa
                 row = loader.get_tensor(_TYPES)[0]
                 positions = backbone.embeddings.position_embedding.position_embeddings
                 positions.assign(positions + row)
+                recording.notes.append(f"{_TYPES} was added to the positions; from_preset of KerasHub leaves it out")
         return result
 
     self.config = Noting(config, read)

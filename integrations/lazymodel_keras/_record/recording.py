@@ -129,6 +129,7 @@ class Recording:
         recorded: The records of variables, by `id` of the variable, in order of creation.
         files: The opened weight files, by path or URL; while `on_loaded` is called, only those of that call.
         problems: Assignments that did not match their variable, as errors and as entries of a report.
+        notes: What is loaded otherwise than KerasHub does, on purpose, for the load report.
         on_loaded: If set, called with an object whose weights were just loaded, the name of the call that loaded them,
             for messages, and True if only some of a file's tensors were requested.
         on_made: If set, called before a layer or an optimizer is created.
@@ -154,6 +155,7 @@ class Recording:
         self.recorded: dict[int, RecordedVariable] = {}
         self.files: dict[str, OpenedFile] = {}
         self.problems: list[tuple[RecordedVariable, CheckpointError, MismatchedTensor]] = []
+        self.notes: list[str] = []
         self.on_loaded: Callable[[Any, str, bool], None] | None = None
         self.on_made: Callable[[], None] | None = None
         self.loading = False

@@ -238,6 +238,29 @@ def test_the_advice(tmp_path: Path) -> None:
         np.testing.assert_array_equal(ours.value, theirs.value)
 
 
+def test_the_load_report_says_what_stock_leaves_out(tmp_path: Path) -> None:
+    folder, cls = save_hugging_face(tmp_path / "llama", "llama3"), M.Llama3Backbone
+    config = json.loads((folder / "config.json").read_text())
+    reports: list[lm.LoadReport] = []
+
+    def notes(**given: Any) -> tuple[str, ...]:
+        lk.from_preset(cls, str(folder), report=reports.append, **given)
+        return reports[-1].notes
+
+    _folder(folder, {**config, "rms_norm_eps": 1e-6})
+    assert notes() == ()
+    _folder(folder, {**config, "rms_norm_eps": 0.1})
+    (note,) = notes()
+    assert note == "layer_norm_epsilon=0.1 from config.json, which from_preset of KerasHub leaves out"
+    assert f"note: {note}" in str(reports[-1])
+    assert notes(layer_norm_epsilon=0.5) == ()
+    with lk.deferred(report=reports.append):
+        cls.from_preset(str(folder))
+        _folder(folder, {**config, "rms_norm_eps": 1e-6})
+        cls.from_preset(str(folder))
+    assert [report.notes for report in reports[-2:]] == [(note,), ()]
+
+
 def test_an_argument_of_the_user_decides(tmp_path: Path) -> None:
     cls, config = RIGHT["llama"]
     folder = _folder(tmp_path, {**config, "rms_norm_eps": 0.1, _ROPE: _YARN})
