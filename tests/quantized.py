@@ -125,7 +125,27 @@ def integers(
     return make
 
 
-def gptq(bits: int, group: int, *, version: int = 1, order: bool = False, dtype: Any = F16) -> Any:
+def planes(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Unsigned codes down the first axis, 32 in as many words as bits: their lowest bits first."""
+    blocks, below, words = codes.reshape(-1, 32, codes.shape[1]).astype(np.uint64), 0, []
+    for width in {3: (2, 1), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}[bits]:
+        for first in range(0, 32, 32 // width):
+            some = blocks[:, first : first + 32 // width] >> np.uint64(below) & np.uint64((1 << width) - 1)
+            words.append(sum(some[:, place] << np.uint64(width * place) for place in range(32 // width)))
+        below += width
+    return np.stack(words, axis=1).reshape(-1, codes.shape[1]).astype(np.uint32).view(np.int32)
+
+
+def packed_down(codes: np.ndarray, bits: int, planar: bool) -> np.ndarray:
+    """Codes of GPTQ down the first axis."""
+    if planar:
+        return planes(codes, bits)
+    return pack(codes, bits, 0) if 32 % bits == 0 else np.ascontiguousarray(stream(codes.T, bits).T).view(np.int32)
+
+
+def gptq(
+    bits: int, group: int, *, version: int = 1, order: bool = False, dtype: Any = F16, planar: bool = False
+) -> Any:
     def make(rng: np.random.Generator, rows: int, columns: int) -> tuple[Tensors, np.ndarray]:
         size, most = group if group > 0 else columns, 1 << bits
         groups = columns // size
@@ -135,8 +155,8 @@ def gptq(bits: int, group: int, *, version: int = 1, order: bool = False, dtype:
         index = rng.permutation(index) if order else index
         value = (codes - zeros[index]).astype(F32) * scale[index].astype(F32)
         parts = {
-            "qweight": pack(codes, bits, 0),
-            "qzeros": pack((zeros - (version == 1)) % most, bits, 1),
+            "qweight": packed_down(codes, bits, planar),
+            "qzeros": np.ascontiguousarray(packed_down((zeros - (version == 1)).T % most, bits, planar).T),
             "scales": scale,
             "g_idx": index.astype(np.int32),
         }
@@ -399,6 +419,18 @@ FORMS: dict[str, Form] = {
         {"quant_method": "gptq", "bits": 4, "group_size": -1, "checkpoint_format": "gptq_v2"},
         gptq(4, -1, version=2), F16,
     ),
+    "gptq-3": Form({"quant_method": "gptq", "bits": 3, "group_size": 32, "desc_act": False}, gptq(3, 32), F16),
+    "gptq-3-order": Form(
+        {"quant_method": "gptq", "bits": 3, "group_size": 64, "desc_act": True, "checkpoint_format": "gptq_v2"},
+        gptq(3, 64, version=2, order=True), F16,
+    ),
+    **{
+        f"gptq-planes-{bits}": Form(
+            {"quant_method": "gptq", "bits": bits, "group_size": 32, "checkpoint_format": "gptq_p"},
+            gptq(bits, 32, version=2, planar=True), F16,
+        )
+        for bits in (3, 5, 6, 7)
+    },
     "awq": Form({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, awq(32), F16),
     "gptq-dynamic": Form(
         {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False,
@@ -418,6 +450,13 @@ FORMS: dict[str, Form] = {
         {"quant_method": "auto-round", "bits": 8, "group_size": 32, "packing_format": "auto_round",
          "extra_config": {"mlp": {"bits": 16}, "model.layers.0.mlp.up_proj": {"bits": 2}}}, gptq(2, 32, version=2), F16,
     ),
+    **{
+        f"auto-round-{bits}": Form(
+            {"quant_method": "auto-round", "bits": bits, "group_size": 32, "packing_format": "auto_round:auto_gptq"},
+            gptq(bits, 32), F16,
+        )
+        for bits in (3, 5, 6, 7)
+    },
     "auto-round-awq": Form(
         {"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round:auto_awq"},
         awq(32), F16,

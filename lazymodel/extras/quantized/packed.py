@@ -1,9 +1,11 @@
 """GPTQ, AWQ, auto-round and ModelOpt's W4A16_AWQ: integers of a few bits, a scale and a zero point for each group.
 
-GPTQ and AWQ have codes in words of 32, zero points packed alike, and a scale for each group of rows. Both store the
-transposed weight: `qweight` int32, and `scales` and `qzeros` with a row for each group of input features. The value is
-`scale * (code - zero)`. The difference of integers is exact. The product is rounded to the scales' dtype, usually
-float16, and then to the model's, as in GPTQModel's `dequantize_weight` and AutoAWQ's `dequantize_gemm`.
+GPTQ and AWQ have codes in words of 32 (those of 3 bits, and auto-round's of 5 to 7, follow each other across words),
+zero points packed alike, and a scale for each group of rows. In the form `gptq_p`, 32 codes of 3, 5, 6 or 7 bits are in
+as many words as bits, in planes of 1, 2 and 4 bits. Both store the transposed weight: `qweight` int32, and `scales` and
+`qzeros` with a row for each group of input features. The value is `scale * (code - zero)`. The difference of integers
+is exact. The product is rounded to the scales' dtype, usually float16, and then to the model's, as in GPTQModel's
+`dequantize_weight` and AutoAWQ's `dequantize_gemm`.
 
 Modules may have bits and groups of their own. GPTQ's `dynamic` has regular expressions for names of modules; the first
 that matches counts, after `-:` it leaves the module out. The `extra_config` of auto-round has names of modules, and
@@ -34,9 +36,11 @@ from lazymodel.extras.quantized.scaled import (
     integers,
     integers_down,
     scaled_integers,
+    straddling,
 )
 
-_GPTQ_BITS = (2, 4, 8)
+_GPTQ_BITS, _MORE_BITS = (2, 3, 4, 8), (2, 3, 4, 5, 6, 7, 8)  # more in planes, and of auto-round
+_PLANES = {3: (2, 1), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}  # bits of each plane, the lowest first
 _AWQ_BITS, _AWQ_ORDER = 4, (0, 2, 4, 6, 1, 3, 5, 7)
 _WORDS = ("int32", "uint32")
 _PACKINGS = {
@@ -53,10 +57,11 @@ def decode_gptq(contents: Contents) -> None:
     """
     config = contents.config
     form = config.get("checkpoint_format") or config.get("format") or "gptq"
-    if form not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
-        config.reject("gptq or gptq_v2 as checkpoint_format", repr(form))
+    if form not in ("gptq", "gptq_v2", "gptq_p") or config.get("is_marlin_format"):
+        config.reject("gptq, gptq_v2 or gptq_p as checkpoint_format", repr(form))
     for module in _packed_modules(contents):
-        _add_gptq(contents, module, _dynamic(contents, module), less=form == "gptq")
+        own, known = _dynamic(contents, module), _MORE_BITS if form == "gptq_p" else _GPTQ_BITS
+        _add_gptq(contents, module, own, known, less=form == "gptq", planar=form == "gptq_p")
 
 
 def decode_awq(contents: Contents) -> None:
@@ -89,7 +94,7 @@ def decode_auto_round(contents: Contents) -> None:
         if _PACKINGS[packing] == "gemm":
             _add_awq(contents, module, options, "gemm")
         else:
-            _add_gptq(contents, module, options, less=_PACKINGS[packing] == "gptq")
+            _add_gptq(contents, module, options, _MORE_BITS, less=_PACKINGS[packing] == "gptq")
 
 
 def _dynamic(contents: Contents, module: str) -> Config:
@@ -124,19 +129,63 @@ def _packed_modules(contents: Contents) -> list[str]:
     return list(contents.names(".qweight"))
 
 
-def _add_gptq(contents: Contents, module: str, config: Config, *, less: bool) -> None:
+def _add_gptq(
+    contents: Contents, module: str, config: Config, known: Sequence[int], *, less: bool, planar: bool = False
+) -> None:
     """Adds a module, in which zero points may be stored less 1."""
     bits = config.count("bits")
-    if bits not in _GPTQ_BITS:
-        config.reject(f"one of {_GPTQ_BITS} as bits", str(bits))
+    if bits not in known:
+        config.reject(f"one of {tuple(known)} as bits", str(bits))
     words, columns = contents.matrix(f"{module}.qweight", *_WORDS)
-    rows, order = words * (WORD // bits), f"{module}.g_idx"
+    rows, order = words * WORD // bits, f"{module}.g_idx"
+    if WORD % bits and (rows % WORD or columns % WORD):
+        contents.reject(f"{module}.qweight", f"blocks of {WORD} rows and columns", f"{rows} and {columns}")
     if contents.has(order):
         contents.expect(order, (rows,), *_WORDS)
     elif config.get("desc_act"):
         contents.require(f"{module}.qweight", order)
-    zeros = integers_down(bits, plus=1 if less else 0)
-    _add_integers(contents, module, config, (columns, rows), integers(bits), (1, WORD // bits), zeros, bits)
+    if WORD % bits:
+        unpack = _of_planes(bits) if planar else straddling(bits)
+        zeros = _turned(unpack, (1 << bits) if less else 0)
+        _add_integers(contents, module, config, (columns, rows), unpack, (1, WORD), zeros, bits)
+    else:
+        zeros = integers_down(bits, plus=1 if less else 0)
+        _add_integers(contents, module, config, (columns, rows), integers(bits), (1, WORD // bits), zeros, bits)
+
+
+def _of_planes(bits: int) -> Unpack:
+    """Unsigned integers of 32 in as many words as bits: the lowest bits of all in the first words, and so on."""
+
+    def unpack(stored: np.ndarray, out: np.ndarray, workspace: Workspace) -> None:
+        words = stored.view(np.uint32)
+        numbers = out.reshape(*words.shape[:-1], WORD)
+        with workspace.array(words.shape[:-1], words.dtype) as code, workspace.array(code.shape, code.dtype) as part:
+            for place in range(WORD):
+                code[...] = first = below = 0
+                for width in _PLANES[bits]:
+                    word, shift = divmod(place * width, WORD)
+                    np.right_shift(words[..., first + word], shift, out=part)
+                    np.bitwise_and(part, (1 << width) - 1, out=part)
+                    np.left_shift(part, below, out=part)
+                    np.bitwise_or(code, part, out=code)
+                    first, below = first + width, below + width
+                np.copyto(numbers[..., place], code, casting="unsafe")
+
+    return unpack
+
+
+def _turned(along: Unpack, modulus: int) -> Unpack:
+    """The numbers of blocks of 32 that are stored beside each other, below each other; 1 is added with a modulus."""
+
+    def unpack(stored: np.ndarray, out: np.ndarray, workspace: Workspace) -> None:
+        with workspace.array((*stored.shape[:2], WORD), out.dtype) as numbers:
+            along(stored, numbers, workspace)
+            if modulus:
+                np.add(numbers, 1, out=numbers)
+                np.fmod(numbers, modulus, out=numbers)
+            np.copyto(out.reshape(len(stored), WORD, -1), numbers.swapaxes(1, 2))
+
+    return unpack
 
 
 def _add_awq(contents: Contents, module: str, config: Config, version: str) -> None:
@@ -168,11 +217,16 @@ def _add_integers(
 
     def make() -> LazyTensor:
         weight, zero, scale = (contents.tensor(name).T for name in names)
+        count = WORD // bits
+        if WORD % bits:  # blocks of as many words as bits
+            weight = contents.tensor(names[0]).reshape(-1, bits, columns).transpose(2, 0, 1)
+            zero = contents.tensor(names[1]).reshape(groups, -1, bits).swapaxes(0, 1)
+            count = WORD
         return scaled_integers(
             shape,
             Stored(weight, (1, 1), codes, packing),
             Stored(scale, (1, group)),
-            Stored(zero, (1, group), zeros, (WORD // bits, 1)),
+            Stored(zero, (1, group), zeros, (count, 1)),
             order=(1, contents.tensor(order[0])) if order else None,
             scattered=bool(config.get("desc_act")),
         )

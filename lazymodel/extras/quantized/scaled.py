@@ -301,7 +301,7 @@ def integers_down(bits: int, offset: int = 0, plus: int = 0, order: Sequence[int
 
 @functools.cache
 def straddling(bits: int) -> Unpack:
-    """Unsigned integers of 3, 5 or 6 bits, eight in as many bytes."""
+    """Unsigned integers of 3, 5, 6 or 7 bits, eight in as many bytes."""
     mask = np.uint64((1 << bits) - 1)
 
     def unpack(stored: np.ndarray, out: np.ndarray, workspace: Workspace) -> None:

@@ -255,6 +255,23 @@ def test_as_modelopt_packs(tmp_path: Path) -> None:
 
 
 @pytest.mark.large
+@pytest.mark.parametrize("name", [n for n in FORMS if n.startswith("gptq") and FORMS[n].dtype == np.float16])
+def test_as_gptqmodel_decodes(tmp_path: Path, name: str) -> None:
+    """Against the package gptqmodel (7.7), which reads whole folders."""
+    torch = pytest.importorskip("torch", reason="needs the packages gptqmodel and torch")
+    tool = pytest.importorskip("gptqmodel.utils.model_dequant", reason="needs the package gptqmodel")
+    form = FORMS[name]
+    config = {"group_size": 32, "checkpoint_format": "gptq", **form.config}
+    if "dynamic" in config:
+        pytest.skip("another number of bits for each module, which that function does not read")
+    parts, _ = form.make(np.random.default_rng(7), 64, 128)
+    stored = {f"{NAME.removesuffix('.weight')}.{end}": part for end, part in parts.items()}
+    folder = write_folder(tmp_path / "m", {**quantized.settings(form), "quantization_config": config}, stored)
+    tool.dequantize_model(folder, tmp_path / "plain", target_dtype=torch.float16)
+    same(lm.open_checkpoint(folder)[NAME].read(), lm.open_checkpoint(tmp_path / "plain")[NAME].read())
+
+
+@pytest.mark.large
 @pytest.mark.parametrize("name", ["quark-fp8", "quark-mxfp4"])
 def test_as_quark_decodes(tmp_path: Path, name: str) -> None:
     """Against the package amd-quark (0.13)."""

@@ -53,13 +53,19 @@ def test_unknown_methods(method: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("form", "change", "words"),
     [
-        ("gptq", {"bits": 3}, "expected one of (2, 4, 8) as bits, found 3"),
+        ("gptq", {"bits": 5}, "expected one of (2, 3, 4, 8) as bits, found 5"),
+        (
+            "gptq-3",
+            {"checkpoint_format": "gptq_p", "bits": 1},
+            "expected one of (2, 3, 4, 5, 6, 7, 8) as bits, found 1",
+        ),
+        ("gptq", {"bits": 3}, "expected blocks of 32 rows and columns, found 85 and 64"),
         ("gptq", {"bits": "4"}, "expected a positive integer as bits"),
         ("gptq", {"checkpoint_format": "marlin"}, "as checkpoint_format, found 'marlin'"),
         ("gptq", {"group_size": 16}, f"'{M}.qzeros'"),
         ("awq", {"version": "gemv"}, "version gemv"),
         ("gptq-dynamic", {"dynamic": {"-:.*mlp": {}}}, "as dynamic leaves the module out, found parts"),
-        ("gptq-dynamic", {"dynamic": {"+:.*up_proj": {"bits": 3}}}, "expected one of (2, 4, 8) as bits, found 3"),
+        ("gptq-dynamic", {"dynamic": {"+:.*up_proj": {"bits": 6}}}, "expected one of (2, 3, 4, 8) as bits, found 6"),
         ("gptq-dynamic", {"dynamic": {"+:.*up_proj": 8}}, "an object for it in dynamic, found 8"),
         ("gptq-dynamic", {"dynamic": {"+:.*down_proj": {"bits": 8}}}, f"'{M}.g_idx'"),
         ("gptq-dynamic", {"dynamic": {"+:(a+)+$": {"bits": 8}}}, "expected a regular expression"),
