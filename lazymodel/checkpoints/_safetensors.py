@@ -312,12 +312,13 @@ SHARDING = "DCP_SHARDING_INFO"  # in a shard's metadata: name → where in the w
 SAVE_KEY = "lazymodel_save"  # in a shard's metadata: what the shards of one save have in common, and no others
 # As Hugging Face numbers a model's shards; PyTorch's numbers of distributed ones say nothing of how many there are.
 _PART = re.compile(r"(?!shard-\d+-)(.+)-(\d{1,9})-of-(\d{1,9})\.(safetensors|bin)")
+_OF_RANK = re.compile(r"shard-\d+-.+\.safetensors")  # of torch.distributed's
 _MAX_NAME = 240  # characters of a name that a message shows; a file may give a tensor a name of megabytes
 
 
 def is_numbered(name: str) -> bool:
-    """Returns True if a file is called as one of several shards on Hugging Face is."""
-    return _PART.fullmatch(name) is not None
+    """Returns True if a file is called as one of several shards on Hugging Face is, or as the part of a rank."""
+    return _PART.fullmatch(name) is not None or _OF_RANK.fullmatch(name) is not None
 
 
 class Index(NamedTuple):

@@ -20,18 +20,21 @@ from typing import Any
 import keras_hub
 import ml_dtypes
 import numpy as np
+import obstore
 import pytest
 from jax.sharding import Mesh
 from keras_hub.src.utils.preset_utils import get_preset_loader  # which class a folder is for; not exported
 from keras_hub.src.utils.timm import convert_mobilenetv5  # its table of architectures
 from keras_hub.src.utils.timm.preset_loader import TimmPresetLoader
 from keras_hub.src.utils.transformers.preset_loader import TransformersPresetLoader
+from obstore.store import S3Store
 from safetensors.numpy import load_file, save_file
 
 import lazymodel as lm
 import lazymodel_keras as lk
 from tests.conftest import child_environment
 from tests.core.checkpoints._formats import torch_file
+from tests.servers.s3 import S3Server
 from tests.small import shard_small
 
 from . import hugging_face_models
@@ -176,6 +179,29 @@ def test_numbered_files_without_an_index(kind: str, tmp_path: Path) -> None:
     files[1].unlink()
     with pytest.raises(lm.CheckpointError, match=f"missing {files[1].name}"):
         lk.from_preset(cls, str(folder))
+
+
+def test_parts_of_ranks_of_torch_distributed(s3: S3Server, tmp_path: Path) -> None:
+    """Joined before the converter asks for them, also for hashes."""
+    cls = keras_hub.models.Llama3Backbone
+    folder = save_hugging_face(tmp_path / "llama3", "llama3")
+    expected = seeded(lambda: lk.from_preset(cls, str(folder)))
+    tensors, files = load_file(folder / "model.safetensors"), list[Path]()
+    for rank in range(2):
+        parts = {name: np.split(array, 2)[rank] for name, array in tensors.items()}
+        starts = {name: {"saved_offsets": [rank * len(part)] + [0] * (part.ndim - 1)} for name, part in parts.items()}
+        files.append(folder / f"shard-{rank + 1:05}-model-00001-of-00001.safetensors")
+        save_file(parts, files[-1], {"DCP_SHARDING_INFO": json.dumps(starts)})
+    (folder / "model.safetensors").unlink()
+    hashes = {file.name: f"sha256:{hashlib.sha256(file.read_bytes()).hexdigest()}" for file in files}
+    assert_same(expected, seeded(lambda: lk.from_preset(cls, str(folder), verify=hashes)), outputs=False)
+    with pytest.raises(lm.CheckpointError, match=rf"{files[1].name}.*expected sha256 {'0' * 64}"):
+        lk.from_preset(cls, str(folder), verify={**hashes, files[1].name: "0" * 64})
+    store = S3Store("bucket", **s3.options())
+    for file in folder.iterdir():
+        obstore.put(store, f"ranks/{file.name}", file.read_bytes())
+    ours = seeded(lambda: lk.from_preset(cls, "s3://bucket/ranks", storage_options=s3.options()))
+    assert_same(expected, ours, outputs=False)
 
 
 def test_aliases_in_the_metadata_are_names(tmp_path: Path) -> None:

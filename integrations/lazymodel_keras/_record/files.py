@@ -652,8 +652,8 @@ def _decode_lazily(recording: Any, original: Any, backbone: Any, loader: Any, co
 
 
 def _in_place_of(name: str, folder: Location) -> Location | None:
-    """What a folder has in place of `model.safetensors`: the first of its numbered files, an index or a file of
-    PyTorch's. None for other names."""
+    """What a folder has in place of `model.safetensors`: the first of its numbered files, also those of ranks of
+    torch.distributed, an index or a file of PyTorch's. None for other names."""
     if name != "model.safetensors" or (folder / name).exists():
         return None
     files = [file for file in loose_files(folder) if is_numbered(file.name)] or model_weights(folder)
