@@ -80,8 +80,8 @@ def from_preset(
 ) -> T:
     """Does what `cls.from_preset(preset, load_weights, **kwargs)` does, but never holds the model whole on one device.
 
-    The result is an ordinary Keras model, equal bit for bit to that of the stock call, but for epsilons and rotary
-    scaling of a Hugging Face configuration that stock ignores. It is short for
+    The result is an ordinary Keras model, equal bit for bit to that of the stock call, but for epsilons, rotary scaling
+    and RoBERTa's token type in a Hugging Face folder, which stock ignores; the load report notes them. It is short for
     `abstract_from_preset(…).shard(mesh, rules).materialize()`; use these steps to quantize the model, or to add LoRA
     pairs.
 

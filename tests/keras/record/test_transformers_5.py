@@ -11,6 +11,8 @@ import jax
 import keras_hub
 import numpy as np
 import pytest
+from keras_hub.src.utils.transformers import convert_roberta  # what a newer KerasHub changes; not exported
+from keras_hub.src.utils.transformers.preset_loader import TransformersPresetLoader  # likewise
 from safetensors.numpy import load_file, save_file
 
 import lazymodel as lm
@@ -115,6 +117,50 @@ def test_a_model_without_a_head(tmp_path: Path) -> None:
     save_file(bare, folder / "model.safetensors")
     with pytest.raises(lm.CheckpointError, match=r"has no tensor 'vit\.layernorm\.weight'"):
         lk.from_preset(cls, str(folder))
+
+
+def test_a_converter_of_a_newer_kerashub_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = TransformersPresetLoader.__init__
+
+    def newer(self: Any, preset: str, config: Config) -> None:
+        own(self, preset, {**config, "model_type": "llama"} if config["model_type"] == "phi3" else config)
+
+    config = decoder("phi3", hidden_act="silu", max_position_embeddings=64, original_max_position_embeddings=64)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    def built() -> type:
+        framework: Any = lk.abstract_from_preset(M.Backbone, str(tmp_path), load_weights=False).framework
+        return type(framework.result)
+
+    assert built() is M.Phi3Backbone
+    monkeypatch.setattr(TransformersPresetLoader, "__init__", newer)
+    assert built() is M.Llama3Backbone
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("name", ["RoBERTa"])
+def test_a_newer_kerashub_adds_the_token_type(name: str, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reports: list[lm.LoadReport] = []
+
+    def positions() -> np.ndarray:
+        model = lk.from_preset(M.RobertaBackbone, str(made / name), report=reports.append)
+        return np.asarray(model.embeddings.position_embedding.position_embeddings)
+
+    tensors = load_file(made / name / "model.safetensors")
+    table, rows = (tensors[f"roberta.embeddings.{of}_embeddings.weight"] for of in ("position", "token_type"))
+    np.testing.assert_array_equal(positions(), table[2:] + rows[0])
+    (note,) = reports[-1].notes
+    assert note.startswith("embeddings.token_type_embeddings.weight was added")
+    own = convert_roberta.convert_weights
+
+    def newer(backbone: Any, loader: Any, config: Config) -> None:
+        own(backbone, loader, config)
+        variable = backbone.embeddings.position_embedding.position_embeddings
+        variable.assign(variable + loader.get_tensor("roberta.embeddings.token_type_embeddings.weight")[0])
+
+    monkeypatch.setattr(convert_roberta, "convert_weights", newer)
+    np.testing.assert_array_equal(positions(), table[2:] + rows[0])
+    assert reports[-1].notes == ()
 
 
 def test_other_names() -> None:
