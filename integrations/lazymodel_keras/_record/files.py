@@ -444,7 +444,8 @@ def _list_tensors(recording: Any, original: Any, self: Any, *args: Any, **kwargs
 def _find_alias(recording: Any, original: Any, self: Any, name: str) -> Any:
     """Finds a tensor that has another name: by transformers 5, or an alias that only a shard says, not the index."""
     weights = self.safetensor_config["weight_map"] if self.safetensor_config else {}
-    if weights and not any(key.endswith(name) for key in weights):
+    names = name, *other_names(name)
+    if weights and not any(key.endswith(names) for key in weights):
         for shard in dict.fromkeys(weights.values()):
             file = _upstream.shard_of(self, shard)
             weights |= dict.fromkeys(set(file.aliases()) - set(weights), shard)
@@ -452,7 +453,7 @@ def _find_alias(recording: Any, original: Any, self: Any, name: str) -> Any:
     try:
         return original(self, name)
     except missing:
-        for other in other_names(name):
+        for other in names[1:]:
             with contextlib.suppress(*missing):
                 return original(self, other)
         raise

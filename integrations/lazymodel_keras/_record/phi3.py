@@ -43,7 +43,7 @@ def _phi3_config(config: Config) -> Config:
         "max_sequence_length": config["max_position_embeddings"],
         "pretraining_sequence_length": config["original_max_position_embeddings"],
         "rope_max_wavelength": config["rope_theta"],
-        "rope_scaling_type": "su" if scaling else None,
+        "rope_scaling_type": "su" if "short_factor" in scaling else None,
         "rope_scaling_short_factor": scaling.get("short_factor"),
         "rope_scaling_long_factor": scaling.get("long_factor"),
     }

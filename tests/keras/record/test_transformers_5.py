@@ -97,26 +97,76 @@ def test_a_plan_takes_the_configuration(tmp_path: Path, command: Any) -> None:
 
 def _renamed(folder: Path, pattern: str, new: str) -> dict[str, np.ndarray]:
     """Renames tensors of a folder; returns them by their new names."""
-    tensors = {re.sub(pattern, new, name): value for name, value in load_file(folder / "model.safetensors").items()}
-    save_file(tensors, folder / "model.safetensors")
+
+    def renamed(found: Any) -> dict[str, Any]:
+        return {re.sub(pattern, new, name): value for name, value in found.items()}
+
+    tensors = dict[str, np.ndarray]()
+    for file in folder.glob("*.safetensors"):
+        save_file(found := renamed(load_file(file)), file)
+        tensors |= found
+    for file in folder.glob("*.index.json"):
+        file.write_text(json.dumps({"weight_map": renamed(json.loads(file.read_text())["weight_map"])}))
     return tensors
 
 
-def test_a_model_without_a_head(tmp_path: Path) -> None:
-    """Its tensors have no prefix. What has the expected name is not looked for under another."""
-    cls, folder = M.ViTBackbone, save_hugging_face(tmp_path / "vit", "vit")
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_model_without_a_head(shards: int, tmp_path: Path) -> None:
+    cls, folder = M.ViTBackbone, save_hugging_face(tmp_path / "vit", "vit", shards=shards)
     expected = seeded(lambda: lk.from_preset(cls, str(folder)))
     bare = _renamed(folder, r"^vit\.", "")
+    assert not any(name.startswith("vit.") for name in bare)
     assert_same(expected, seeded(lambda: lk.from_preset(cls, str(folder))), outputs=False)
-    others = {name: value + 1 for name, value in bare.items()}
-    save_file({**others, **{f"vit.{name}": value for name, value in bare.items()}}, folder / "model.safetensors")
+    _renamed(folder, r"^layernorm\.weight$", "elsewhere")
+    with pytest.raises(lm.CheckpointError, match=r"(?:has no tensor|there is no) 'vit\.layernorm\.weight'"):
+        lk.from_preset(cls, str(folder))
+
+
+def test_the_expected_name_comes_first(tmp_path: Path) -> None:
+    cls, folder = M.ViTBackbone, save_hugging_face(tmp_path / "vit", "vit")
+    expected = seeded(lambda: lk.from_preset(cls, str(folder)))
+    tensors = load_file(folder / "model.safetensors")
+    others = {name.removeprefix("vit."): value + 1 for name, value in tensors.items()}
+    save_file({**others, **tensors}, folder / "model.safetensors")
     with pytest.warns(lm.LazyModelWarning, match="did not request"):
         model = seeded(lambda: lk.from_preset(cls, str(folder), strict=False))
     assert_same(expected, model, outputs=False)
-    del bare["layernorm.weight"]
-    save_file(bare, folder / "model.safetensors")
-    with pytest.raises(lm.CheckpointError, match=r"has no tensor 'vit\.layernorm\.weight'"):
-        lk.from_preset(cls, str(folder))
+
+
+_LONG = {"short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0]}
+_ESM = {
+    "vocab_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32,
+    "hidden_dropout_prob": 0.0, "position_embedding_type": "rotary", "pad_token_id": 1, "max_position_embeddings": 16,
+    "token_dropout": False, "model_type": "esm", "architectures": ["EsmModel"],
+}  # fmt: skip
+_PHI = decoder("phi3", hidden_act="silu", max_position_embeddings=64, original_max_position_embeddings=16)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (_PHI, ""),
+        ({**_PHI, "rope_scaling": {"type": "su", **_LONG}}, ""),
+        ({**_PHI, "rope_parameters": {"rope_type": "longrope", "rope_theta": 5.0, **_LONG}, "rope_theta": None}, ""),
+        (
+            {**_PHI, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            "rope_type is 'linear', the model has 'default'",
+        ),
+        ({**_PHI, "sliding_window": 8}, "sliding_window is '8, 8', the model has 'full, full'"),
+        ({**_PHI, "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, the model has 1.0"),
+        ({**_PHI, "hidden_act": "relu"}, "hidden_act is 'relu', the model has 'silu'"),
+        (_ESM, ""),
+        ({**_ESM, "token_dropout": True}, "token_dropout is True, the model has False"),
+        ({**_ESM, "position_embedding_type": "absolute"}, "is 'absolute', the model has 'absolute, begun a row early'"),
+    ],
+)
+def test_what_the_class_does_not_compute(config: Config, said: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if said:
+        with pytest.raises(lm.CheckpointError, match=re.escape(said)):
+            lk.abstract_from_preset(M.Backbone, str(tmp_path), load_weights=False)
+    else:
+        assert lk.abstract_from_preset(M.Backbone, str(tmp_path), load_weights=False)
 
 
 def test_a_converter_of_a_newer_kerashub_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,8 +175,7 @@ def test_a_converter_of_a_newer_kerashub_comes_first(tmp_path: Path, monkeypatch
     def newer(self: Any, preset: str, config: Config) -> None:
         own(self, preset, {**config, "model_type": "llama"} if config["model_type"] == "phi3" else config)
 
-    config = decoder("phi3", hidden_act="silu", max_position_embeddings=64, original_max_position_embeddings=64)
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(_PHI))
 
     def built() -> type:
         framework: Any = lk.abstract_from_preset(M.Backbone, str(tmp_path), load_weights=False).framework
