@@ -98,8 +98,8 @@ _FOREIGN = (
     (
         ("*.pt2",),
         "a program of torch.export",
-        "save its weights as safetensors, where PyTorch is: "
-        '`safetensors.torch.save_file(torch.export.load(path).state_dict, "model.safetensors")`',
+        "save its weights as a file that is read, where PyTorch is: "
+        '`torch.save(torch.export.load(path).state_dict, "model.pt")`',
     ),
     (
         ("*.index", "*.data-?????-of-?????", "saved_model.pb"),

@@ -257,7 +257,7 @@ def test_what_converters_leave_out_on_purpose(kind: str, tmp_path: Path) -> None
 
 METHODS = {
     "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},  # it is known, and no weight is stored so
-    "hqq": {"quant_method": "hqq", "nbits": 4},
+    "aqlm": {"quant_method": "aqlm", "nbits": 4},
     "an unknown method": {"bits": 4},
 }
 
@@ -276,12 +276,12 @@ def test_a_configuration_that_says_how_it_is_quantized(method: str, where: str, 
 
 
 def test_before_anything_is_opened(tmp_path: Path) -> None:
-    folder = rewritten(tmp_path, quantization_config=METHODS["hqq"])
+    folder = rewritten(tmp_path, quantization_config=METHODS["aqlm"])
     (Path(folder) / "model.safetensors").write_bytes(b"no tensors at all")
-    assert "quantized with 'hqq'" in refused(folder)
+    assert "quantized with 'aqlm'" in refused(folder)
     good = str(tmp_path / "made")
     with lk.deferred():
-        assert "quantized with 'hqq'" in refused_load(LLAMA3.from_preset, folder)
+        assert "quantized with 'aqlm'" in refused_load(LLAMA3.from_preset, folder)
         ours = seeded(lambda: LLAMA3.from_preset(good))  # another file is another matter
     stock = seeded(lambda: LLAMA3.from_preset(good))
     assert_same(stock, ours, outputs=False)

@@ -43,20 +43,17 @@ _MAX_DEPTH = 64  # of dicts and lists in each other
 _MAX_NAMES = 10  # characters of names for each byte of the pickle, which can refer to one list many times
 _HEADERS = 2000  # that are fetched together: fewer than the blocks of an object that are kept
 
-_CONVERT = (
-    'convert it where PyTorch is: `state = torch.load(path, weights_only=True, map_location="cpu")`, then '
-    '`safetensors.torch.save_file(state, "model.safetensors")`'
-)
+_LOAD = 'torch.load(path, weights_only=True, map_location="cpu")'
+_CONVERT = f'save it again where PyTorch is: `torch.save({_LOAD}, "model.pt")`'
+_RENAME = f'load it where PyTorch is, `state = {_LOAD}`, rename one, and save it: `torch.save(state, "model.pt")`'
 _PLAIN = (
-    'convert it where PyTorch is: `state = torch.load(path, weights_only=True, map_location="cpu")`, then make its '
-    "tensors plain: sparse ones by `.to_dense()`, quantized ones by `.dequantize()`, conjugated or negated ones by "
-    "`.resolve_conj().resolve_neg()`, others by `.to(dtype)`; and then "
-    '`safetensors.torch.save_file(state, "model.safetensors")`'
+    f"load it where PyTorch is, `state = {_LOAD}`, make its tensors plain: sparse ones by `.to_dense()`, "
+    "quantized ones by `.dequantize()`, conjugated or negated ones by `.resolve_conj().resolve_neg()`, others by "
+    '`.to(dtype)`; and save it: `torch.save(state, "model.pt")`'
 )
 _TRUST = (
-    "if you trust the file, convert it where PyTorch is: "
-    '`state = torch.load(path, weights_only=False, map_location="cpu")`, then '
-    '`safetensors.torch.save_file(state, "model.safetensors")` with the dict of tensors in it'
+    'if you trust the file, load it where PyTorch is, `torch.load(path, weights_only=False, map_location="cpu")`, and '
+    'save the dict of tensors in it: `torch.save(tensors, "model.pt")`'
 )
 
 _DTYPES: dict[str, np.dtype[Any]] = {
@@ -269,7 +266,7 @@ def _flat(path: str, stem: str, content: Any, nbytes: int) -> tuple[dict[str, _T
         if isinstance(value, _Tensor):
             name = stem if name is None else name
             if name in found:
-                raise mismatch(path, "each name once", f"two tensors named {short(name)!r}", _CONVERT)
+                raise mismatch(path, "each name once", f"two tensors named {short(name)!r}", _RENAME)
             found[name] = value
         elif isinstance(value, dict):
             beside = any(isinstance(each, _Tensor) for each in cast("dict[str, Any]", value).values())
@@ -384,7 +381,7 @@ class _Interpreter:
     def _set_items(self, target: Any, pairs: Sequence[Any]) -> None:
         for key, value in zip(pairs[::2], pairs[1::2], strict=True):
             if (text := str(key) if isinstance(key, str | int) else reprlib.repr(key)) in target:
-                raise mismatch(self.path, "each key of a dict once", f"{short(text)!r} twice", _CONVERT)
+                raise mismatch(self.path, "each key of a dict once", f"{short(text)!r} twice", _RENAME)
             target[text] = value
 
     def _made(self, name: Any, arguments: Any) -> Any:

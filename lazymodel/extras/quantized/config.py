@@ -24,8 +24,9 @@ from lazymodel._tensors.lazy import LazyTensor
 from lazymodel.checkpoints._hugging_face import Plain
 
 ADVICE = (
-    "This quantized form is not read: load a dequantized copy, such as the original model or one that was saved after "
-    "`model.dequantize()` of transformers, from version 5 on by `save_pretrained(folder, save_original_format=False)`"
+    "This quantized form is not read: load a dequantized copy, such as the original model. Where transformers "
+    "computes with it, `layer(torch.eye(layer.in_features, dtype=model.dtype))`, less the bias, is the weight of a "
+    "linear layer, transposed"
 )
 _KEYS = ("quantization_config", "compression_config", "quantization")
 _MLX = ("bits", "group_size")  # entries of `quantization`, which other tools may use for something else

@@ -9,6 +9,7 @@ import io
 import json
 import pickle
 import random
+import re
 import sys
 import zipfile
 from pathlib import Path, PurePosixPath
@@ -137,13 +138,27 @@ def test_names(tmp_path, protocol):
 
 
 @needs_torch
-def test_older_files_are_refused(tmp_path):
+def test_what_a_refusal_says_to_do_works(tmp_path, monkeypatch):
+    """Of files that are older or compressed, with tied weights, numbers, and tensors that are not contiguous."""
     import torch
 
-    torch.save({"w": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    refused(
-        tmp_path / "old.pt", r"since PyTorch 1\.6, found a pickle alone.*torch\.load.*safetensors\.torch\.save_file"
-    )
+    monkeypatch.chdir(tmp_path)
+    tied, turned = torch.ones(2), torch.arange(6.0).reshape(2, 3).T
+    state = {"a": tied, "b": tied, "c": turned, "step": 3}
+    torch.save(state, "old.pt", _use_new_zipfile_serialization=False)
+    torch.save(state, "new.pt")
+    with zipfile.ZipFile("new.pt") as new, zipfile.ZipFile("packed.pt", "w", zipfile.ZIP_DEFLATED) as packed:
+        for name in new.namelist():
+            packed.writestr(name, new.read(name))
+    for path, words in (("old.pt", "since PyTorch 1.6, found a pickle alone"), ("packed.pt", "found it compressed")):
+        with pytest.raises(lm.CheckpointError) as caught:
+            lm.open_checkpoint(path)
+        assert words in str(caught.value)
+        (advice,) = re.findall("`(.*)`", str(caught.value))
+        exec(advice, {"torch": torch, "path": path})
+        found = lm.open_checkpoint("model.pt")
+        assert sorted(found) == ["a", "b", "c"]
+        np.testing.assert_array_equal(found["c"].read(), turned)
 
 
 @needs_torch
