@@ -177,6 +177,23 @@ class CollectiveScope:
         self._points += 1
         self.come(str(self._points), reports=self._points == 1)
 
+    @property
+    def leads(self) -> bool:
+        """True in the first of the processes."""
+        return self._store is None or self._leads
+
+    def first(self, say: Callable[[], str]) -> str:
+        """What the first of the processes says; the others wait for it. Once a stage."""
+        if self._store is None:
+            return say()
+        key, start = f"{self.folder()}said", time.monotonic()
+        if self._leads:
+            self._store.put(key, say())
+        while (said := self._store.get(key)) is None:
+            self.check()
+            _pause(time.monotonic() - start)
+        return said
+
     def come(self, point: str, *, reports: bool) -> None:
         """Waits at a point. Raises CheckpointError in all processes if their reports differ or some do not arrive."""
         store, folder = self._store, f"{self.folder()}{point}/"

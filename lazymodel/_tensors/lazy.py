@@ -192,7 +192,7 @@ class LazyTensor(View, np.lib.mixins.NDArrayOperatorsMixin):
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         scalars = sum(isinstance(value, _SCALARS) for value in inputs)
         # All operands except this tensor, which occurs once, are scalars.
-        if ufunc in _SCALAR_UFUNCS and method == "__call__" and not kwargs and scalars == len(inputs) - 1:
+        if ufunc in SCALAR_UFUNCS and method == "__call__" and not kwargs and scalars == len(inputs) - 1:
             convert = _arithmetic(ufunc, self.dtype, inputs)
             if convert.dtype.kind != "c":  # complex products may be fused or not, depending on their addresses
                 return self.converted((convert,))
@@ -231,7 +231,7 @@ def lazy(array: Any, name: str = "array") -> LazyTensor:
 _BASIC = (NoneType, EllipsisType, slice, int, np.integer)  # of indexing; a bool is a mask
 _SCALARS = (bool, int, float, complex, np.generic)
 # Arithmetic that rounds each result separately, so it does not depend on the box in which an element is read.
-_SCALAR_UFUNCS: frozenset[Any] = frozenset((np.add, np.subtract, np.multiply, np.true_divide, np.negative))
+SCALAR_UFUNCS: frozenset[Any] = frozenset((np.add, np.subtract, np.multiply, np.true_divide, np.negative))
 
 
 def _arithmetic(ufunc: Any, dtype: DType, inputs: tuple[Any, ...]) -> Convert:

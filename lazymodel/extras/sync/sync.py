@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from lazymodel._abstract.adapters import adapters
@@ -25,12 +26,12 @@ from lazymodel._abstract.variable import (
     sharding_text,
     stays_on_host,
 )
-from lazymodel._devices.collective import agreement
+from lazymodel._devices.collective import CollectiveScope, agreement
 from lazymodel._devices.hardware import compile_lowered, require_live
 from lazymodel._errors import LazyModelError, SyncError
 from lazymodel._mapping.source import MappedCheckpoint
 from lazymodel._mapping.table import WeightMap, map_checkpoint
-from lazymodel._programs.jaxprs import as_keys, stored_as, without_mesh
+from lazymodel._programs.jaxprs import as_keys, is_key, stored_as, without_mesh
 from lazymodel._show.table import Column, Table, Tabled, change_text, shape_text
 from lazymodel._show.text import closest, first_of, format_bytes, listed, parse_bytes, plural
 from lazymodel._tensors.casting import refusal
@@ -52,6 +53,7 @@ from lazymodel.extras.sync.transfer import (
 _PART = 8  # of the sampler's bytes on a device, for buffers: with fewer groups, a call waits less often
 _LEAST = 1 << 20  # bytes of a device in buffers below which more groups only cost more programs
 _Rule = str | Callable[[str], bool]
+_SourcesOf = Callable[[CollectiveScope, Group], list[jax.Array]]
 _TERMS = {"given": "models differ", "hint": "Call the same Sync in all processes"}
 
 
@@ -106,8 +108,8 @@ class Sync(Tabled):
         max_device_memory: int | str = "1GiB",
     ) -> None:
         limit = parse_bytes(max_device_memory, name="max_device_memory", at_least=1)
-        own = _variables(trainer, "trainer")
-        self._wanted = _variables(sampler, "sampler")
+        own = placed_variables(trainer, "trainer")
+        self._wanted = placed_variables(sampler, "sampler")
         with agreement(_both(own, self._wanted), done="planned", **_TERMS):
             self._plan(own, sampler, mapping, only, limit)
 
@@ -115,7 +117,7 @@ class Sync(Tabled):
         self._read, self._conversions = self._wanted, dict[str, Conversion]()
         if isinstance(sampler, ModelSpec):
             read = sampler.framework.unquantized(sampler, own if mapping is None else ())
-            self._read = _variables(read, "sampler")
+            self._read = placed_variables(read, "sampler")
             self._conversions = {each.variable.path: each for each in read.conversions if each.variable.path in read}
         placed, targets, wanted = (
             {path: struct_of(variable) for path, variable in model.items()} for model in (own, self._read, self._wanted)
@@ -128,28 +130,35 @@ class Sync(Tabled):
                 "no variable of the sampler gets a value from the trainer: check `only` and the mapping"
             )
         self._used = {name: own[name] for move in moves for name in move.names}
-        held = max(device_nbytes((*placed.values(), *wanted.values())).values())
         limit = min(limit, max(max(device_nbytes(wanted.values()).values()) // _PART, _LEAST))
         self._groups: list[Group] = []
+        self._travels: dict[str, tuple[int, int]] = {}  # of each variable, bytes that move, and that stay
         for quantized in (False, True):
             alike = [move for move in moves if (move.path in self._conversions) == quantized]
-            self._groups += grouped_moves(alike, placed, limit, reuse=not quantized)
+            self._groups += self._grouped(alike, placed, limit, reuse=not quantized)
         self._parts = {move.path: (move.path,) for move in moves}
         self._parts |= {path: each.paths for path, each in self._conversions.items() if path in self._parts}
         self._shardings: dict[str, Any] = {path: variable.sharding for path, variable in self._wanted.items()}
-        self._routes = routed(moves, placed)
         self._names = {move.path: move.names for move in moves}
         self._places: dict[str, Any] = {}
-        self.moved_nbytes = sum(route.sent_nbytes() for route in self._routes.values())
-        self.kept_nbytes = sum(route.sent_nbytes(stays=True) for route in self._routes.values())
-        computed = (path for path, each in self._routes.items() if each.computed or path in self._conversions)
+        self.moved_nbytes, self.kept_nbytes = map(sum, zip(*self._travels.values(), strict=True))
+        steps = {move.path: any(copy.steps for copy in move.copies) for move in moves}
+        computed = (path for path in steps if steps[path] or path in self._conversions)
         self.computed_nbytes = sum(self._wanted[part].nbytes for path in computed for part in self._parts[path])
         self.num_groups = len(self._groups)
         programs = {id(group.program): group.program for group in self._groups}
         quantizers = self._quantizers()
         self.compiled = tuple(each for program in programs.values() for each in program.compiled)
         self.compiled += tuple(dict.fromkeys(quantizers.values()))
-        self.peak_nbytes = held + max(self._spent(group, quantizers) for group in self._groups)
+        held = device_nbytes((*placed.values(), *wanted.values()))
+        own = max(nbytes for device, nbytes in held.items() if isinstance(device, jax.Device))
+        self.peak_nbytes = own + max(self._spent(group, quantizers) for group in self._groups)
+
+    def _grouped(self, moves: Sequence[Move], placed: Mapping[str, Struct], limit: int, *, reuse: bool) -> list[Group]:
+        """The groups in which variables move; notes what travels."""
+        for path, route in routed(moves, placed).items():
+            self._travels[path] = route.sent_nbytes(), route.sent_nbytes(stays=True)
+        return grouped_moves(moves, placed, limit, reuse=reuse)
 
     @without_mesh()
     def __call__(self, trainer: Any, *, into: Any) -> Any:
@@ -168,16 +177,23 @@ class Sync(Tabled):
         """
         given, _ = self._arrays(trainer, self._used, "trainer")
         old, rebuild = self._arrays(into, [part for parts in self._parts.values() for part in parts], "sampler")
-        _check_apart(given, old)
+        check_apart(given, old)
+        return self._move(
+            lambda _, group: [given[path] for path in group.sources], old, rebuild, _both(given, old), donate=True
+        )
+
+    def _move(self, sources: _SourcesOf, old: Mapping[str, jax.Array], rebuild: Any, both: Any, *, donate: bool) -> Any:
+        """The sampler with new values, group by group."""
         moved: dict[int, jax.Array] = {}
         targets: dict[str, jax.Array] = {}
         try:
-            with agreement(_both(given, old), done="moved afterwards", **_TERMS) as stage:
+            with agreement(both, done="moved afterwards", **_TERMS) as stage:
                 for group in self._groups:
-                    sources = [given[path] for path in group.sources]
+                    given = sources(stage, group)
                     targets = {part: old[part] for path in group.targets for part in self._parts[path]}
+                    room = targets if donate else {part: _room(array) for part, array in targets.items()}
                     stage.meet()
-                    new = stage.together(lambda: self._new(group, sources, targets))  # noqa: B023
+                    new = stage.together(lambda: self._new(group, given, room))  # noqa: B023
                     moved.update(zip(map(id, targets.values()), new, strict=True))
         except Exception as error:
             raise self._failure(error, targets, old, moved, rebuild) from error
@@ -223,23 +239,7 @@ class Sync(Tabled):
         for path in wanted:
             if path not in same:
                 raise LazyModelError(f"the {what} has no array {path!r}, which was planned{closest(path, same)}")
-            array, variable = arrays[same[path]], variables[path]
-            expected = variable.sharding
-            if (
-                array.shape != variable.shape
-                or array.dtype != variable.dtype
-                or not (
-                    expected == array.sharding
-                    or expected is None
-                    or expected.is_equivalent_to(array.sharding, array.ndim)
-                )
-            ):
-                kinds = ((v.dtype.name, v.shape, v.sharding) for v in cast(Any, (variable, array)))
-                planned, now = (f"{dtype}{list(shape)} on {sharding}" for dtype, shape, sharding in kinds)
-                raise LazyModelError(
-                    f"{path!r} of the {what}: expected {planned}, as planned, found {now}. Make a new lm.Sync for it"
-                )
-            found[path] = array
+            found[path] = as_planned(arrays[same[path]], variables[path], what)
         return found, rebuild
 
     def _live(self, model: Any, wanted: Iterable[str], what: str) -> Any:
@@ -291,7 +291,7 @@ class Sync(Tabled):
         )
         rows: list[Any] = []
         for path, names in self._names.items():
-            variable, route = self._read[path], self._routes[path]
+            variable = self._read[path]
             sources = [self._used[name] for name in names]
             before = dict.fromkeys(sharding_text(source.sharding) for source in sources)
             how = [f"cast from {source.dtype.name}" for source in sources[:1] if source.dtype != variable.dtype]
@@ -299,7 +299,7 @@ class Sync(Tabled):
             how += [f"quantized, {self._wanted[self._parts[path][0]].dtype}"] if path in self._conversions else []
             sharding = change_text(", ".join(before), sharding_text(variable.sharding))
             cells = shape_text(variable.shape), variable.dtype.name, sharding
-            rows.append((path, *cells, route.sent_nbytes(), route.sent_nbytes(stays=True), ", ".join(how)))
+            rows.append((path, *cells, *self._travels[path], ", ".join(how)))
         kept = [path for path in self._wanted if path not in written]
         lines = [
             f"{format_bytes(self.moved_nbytes)} move between devices, {format_bytes(self.kept_nbytes)} stay; values of "
@@ -312,6 +312,26 @@ class Sync(Tabled):
         return Table(title, columns, rows, lines)
 
 
+def as_planned(array: jax.Array, variable: AbstractVariable, what: str) -> jax.Array:
+    """The array of a variable; raises LazyModelError if it has another shape, dtype or sharding than was planned."""
+    expected = variable.sharding
+    alike = expected == array.sharding or expected is None or expected.is_equivalent_to(array.sharding, array.ndim)
+    if not alike or array.shape != variable.shape or array.dtype != variable.dtype:
+        kinds = ((v.dtype.name, v.shape, v.sharding) for v in cast(Any, (variable, array)))
+        planned, now = (f"{dtype}{list(shape)} on {sharding}" for dtype, shape, sharding in kinds)
+        raise LazyModelError(
+            f"{variable.path!r} of the {what}: expected {planned}, as planned, found {now}. Make a new lm.Sync for it"
+        )
+    return array
+
+
+def _room(array: jax.Array) -> jax.Array:
+    """Memory for a new value."""
+    if is_key(array.dtype):
+        return _zeros(array)
+    return jnp.zeros(array.shape, array.dtype, device=array.sharding)
+
+
 # Planning -------------------------------------------------------------------------------------------------------------
 
 
@@ -321,7 +341,7 @@ def _both(trainer: Mapping[str, Any], sampler: Mapping[str, Any]) -> dict[str, A
     return {f"{what}: {path}": each for what, model in models.items() for path, each in model.items()}
 
 
-def _variables(model: Any, what: str) -> dict[str, AbstractVariable]:
+def placed_variables(model: Any, what: str) -> dict[str, AbstractVariable]:
     """The variables of an abstract or a live model with shardings."""
     if isinstance(model, ModelSpec):
         require_live(model.variables)
@@ -405,7 +425,7 @@ def _move(path: str, tensor: LazyTensor, target: Struct) -> Move:
     return Move(path, target, *copies_of(path, tensor.astype(dtype), shape))
 
 
-def _check_apart(given: Mapping[str, jax.Array], old: Mapping[str, jax.Array]) -> None:
+def check_apart(given: Mapping[str, jax.Array], old: Mapping[str, jax.Array]) -> None:
     """Raises LazyModelError for an array that would be donated while something else needs it."""
     first = {id(array): path for path, array in given.items()}
     seen: dict[int, str] = {}

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Self, TypeAlias, cast
 
 import jax
@@ -29,12 +29,13 @@ from lazymodel._programs.jaxprs import PROGRAMS, as_keys, is_key, stored_as, use
 from lazymodel._show.text import grouped_by, listed
 from lazymodel._tensors.convert import Arithmetic, Convert
 from lazymodel._tensors.shards import grouped, spec_axes
-from lazymodel.extras.sync.pieces import Copy, Round, Route, Slot, device_order, route
+from lazymodel.extras.sync.pieces import Copy, Route, Slot, device_order, route
 
 Struct: TypeAlias = jax.ShapeDtypeStruct  # of an array with its sharding; keys have their own shapes and dtypes
 _Start: TypeAlias = "tuple[bool, int]"  # True and a column of a table with a row for each device, or False and a number
 _Starts: TypeAlias = "tuple[_Start, ...]"
 _Recipe: TypeAlias = "tuple[tuple[Route, tuple[int, ...]], ...]"  # of each target, its route and its arguments
+Compile: TypeAlias = "Callable[[_Recipe, Sequence[Struct], Sequence[Struct], bool], CompiledMoves]"
 
 
 def struct_of(array: Any, sharding: Sharding | None = None) -> Struct:
@@ -88,9 +89,11 @@ def routed(moves: Iterable[Move], sources: Mapping[str, Struct]) -> dict[str, Ro
 _PIECES = 64
 
 
-def grouped_moves(moves: Sequence[Move], sources: Mapping[str, Struct], limit: int, *, reuse: bool) -> list[Group]:
+def grouped_moves(
+    moves: Sequence[Move], sources: Mapping[str, Struct], limit: int, *, reuse: bool, compile: Compile | None = None
+) -> list[Group]:
     """The groups in which variables move, each with at most `limit` bytes of a device in buffers, and in results if old
-    ones are not reused, if possible.
+    ones are not reused, if possible. `compile` makes their programs, as `CompiledMoves` does.
 
     With `reuse`, the old values of the targets are given and overwritten, and programs are for many calls: each moves
     several variables. Without, they are for one call, and move one. The groups of variables of one kind share a
@@ -99,13 +102,7 @@ def grouped_moves(moves: Sequence[Move], sources: Mapping[str, Struct], limit: i
     routes, groups = routed(moves, sources), list[Group]()
 
     def add(members: Sequence[Move]) -> None:
-        given = {name: sources[name] for move in members for name in move.names}
-        places = {name: place for place, name in enumerate(given)}
-        recipe = tuple((routes[move.path], tuple(places[name] for name in move.names)) for move in members)
-        wanted = tuple(move.target for move in members)
-        what = recipe, tuple(given.values()), wanted, reuse
-        program = PROGRAMS.get(("moves", *what), lambda: _CompiledMoves(*what))
-        groups.append(Group(tuple(given), tuple(move.path for move in members), wanted, program))
+        groups.append(group_of(members, routes, sources, reuse=reuse, compile=compile))
 
     def buffered(move: Move) -> int:
         route, new = routes[move.path], 0 if reuse else held_nbytes(move.target)
@@ -134,6 +131,24 @@ def grouped_moves(moves: Sequence[Move], sources: Mapping[str, Struct], limit: i
     return groups
 
 
+def group_of(
+    members: Sequence[Move],
+    routes: Mapping[str, Route],
+    sources: Mapping[str, Struct],
+    *,
+    reuse: bool,
+    compile: Compile | None = None,
+) -> Group:
+    """These variables as one group."""
+    given = {name: sources[name] for move in members for name in move.names}
+    places = {name: place for place, name in enumerate(given)}
+    recipe = tuple((routes[move.path], tuple(places[name] for name in move.names)) for move in members)
+    wanted = tuple(move.target for move in members)
+    what = recipe, tuple(given.values()), wanted, reuse
+    program = PROGRAMS.get((compile, *what), lambda: (compile or CompiledMoves)(*what))
+    return Group(tuple(given), tuple(move.path for move in members), wanted, program)
+
+
 @dataclasses.dataclass(frozen=True)
 class Group:
     """Variables that move together."""
@@ -141,10 +156,10 @@ class Group:
     sources: tuple[str, ...]  # the paths of the arrays that the program takes
     targets: tuple[str, ...]  # of those that it gives
     wanted: tuple[Struct, ...]  # descriptions of these
-    program: _CompiledMoves
+    program: CompiledMoves
 
 
-class _CompiledMoves:
+class CompiledMoves:
     """Compiled programs of groups: from sources, and old targets, which are donated, or none, to new targets.
 
     Attributes:
@@ -153,9 +168,7 @@ class _CompiledMoves:
     """
 
     def __init__(self, recipe: _Recipe, sources: Sequence[Struct], targets: Sequence[Struct], reuse: bool) -> None:
-        steps = [step for own, _ in recipe for copy in own.copies for step in copy.steps]
-        # NumPy computes in 64 bits with `np.float64(…)`, and where an integer meets a float.
-        self._x64 = functools.partial(jax.enable_x64, any(step.dtype.itemsize >= 8 for step in steps) or uses_x64())
+        self._x64 = computing(copy for own, _ in recipe for copy in own.copies)
         with without_mesh(), self._x64():
             self._compile(recipe, sources, targets, reuse)
 
@@ -164,57 +177,39 @@ class _CompiledMoves:
         self._explicit = any(automatic_sharding(each.sharding) is not each.sharding for each in (*sources, *targets))
         self._wanted = [each.sharding for each in targets]
         self._empty = any(not math.prod(each.shape) for each in targets)
-        bodies = _Bodies(recipe, sources, targets)
-        here = recipe[0][0].order
-        self._there = device_order(targets[0].sharding)
+        here, there = recipe[0][0].order, device_order(targets[0].sharding)
         given = [automatic_sharding(each.sharding) for each in sources]
         wanted = [automatic_sharding(each.sharding) for each in targets]
         structs = list(map(struct_of, sources, given)), list(map(struct_of, targets, wanted)) if reuse else []
-        both = _common_mesh(here, [*given, *wanted]) if here == self._there else None
-        donated = {"donate_argnums": 1, "keep_unused": True}
+        both = _common_mesh(here, [*given, *wanted]) if here == there else None
+        bodies = Bodies(
+            exchanges(recipe), sources, targets, len(here), len(there), _ALONE if here == there else _ALONE_ELSEWHERE
+        )
         if both is not None:
-            function = jax.jit(functools.partial(bodies.all, both), out_shardings=wanted, **cast(Any, donated))
+            function = jax.jit(functools.partial(bodies.all, both), out_shardings=wanted, **_DONATED)
             programs = [_compiled(function, *structs)]
         else:
-            alone = [device for device in (*here, *self._there) if device.process_index != jax.process_index()]
-            if alone:
-                raise LazyModelError(
-                    f"{alone[0]} is of another process, and JAX moves arrays between processes only if the devices and "
-                    "their order stay the same. Use one mesh's devices in the same order for both models; or save the "
-                    "model, and load it there"
-                )
-            cut, join = _mesh(here, given), _mesh(self._there, wanted)
-            self._flat = NamedSharding(join, PartitionSpec(join.axis_names))
-            function = jax.jit(
-                functools.partial(bodies.cut, cut), out_shardings=NamedSharding(cut, PartitionSpec(cut.axis_names))
-            )
-            programs = [_compiled(function, structs[0])]
-            moving = [(each.pairs, buffer) for each in bodies.permutes for buffer in each.buffers]
-            sent = [(n, *pair) for n, (pairs, _) in enumerate(moving) for pair in pairs]
-            self._sent = [(n, sender) for n, sender, _ in sent]
-            self._receivers = [self._there[receiver] for _, _, receiver in sent]
-            self._buffers = [buffer for _, buffer in moving]
-            places = {(n, receiver): place for place, (n, _, receiver) in enumerate(sent)}
-            # For a device that gets nothing, anything of this form that it gets: it is not used.
-            others = {(self._buffers[n].form, receiver): place for (n, receiver), place in places.items()}
-            self._shards = [
-                [places.get((n, receiver), others.get((buffer.form, receiver))) for receiver in range(len(self._there))]
-                for n, buffer in enumerate(self._buffers)
-            ]
-            count = len(self._there)
-            buffers = [
-                jax.ShapeDtypeStruct(buffer.over(count), buffer.dtype, sharding=self._flat) for buffer in self._buffers
-            ]
-            function = jax.jit(functools.partial(bodies.join, join), out_shardings=wanted, **cast(Any, donated))
-            programs.append(_compiled(function, buffers, structs[1]))
+            programs = self._to_others(bodies, here, there, given, wanted, structs)
         self.compiled, self._calls = zip(*programs, strict=True)
-        extra = 0
-        for compiled in self.compiled:
-            memory = compiled.memory_analysis()
-            extra += int(memory.temp_size_in_bytes) if memory else 0
+        memory = [compiled.memory_analysis() for compiled in self.compiled]
+        self.nbytes = sum(int(each.temp_size_in_bytes) for each in memory if each)
         if both is None:
-            extra += 2 * sum(buffer.nbytes for buffer in self._buffers)
-        self.nbytes = extra
+            self.nbytes += 2 * sum(buffer.nbytes for buffer in bodies.buffers)
+
+    def _to_others(self, bodies: Bodies, here: Any, there: Any, given: Any, wanted: Any, structs: Any) -> list[Any]:
+        """The program on the old devices, and that on the new ones."""
+        alone = [device for device in (*here, *there) if device.process_index != jax.process_index()]
+        if alone:
+            raise LazyModelError(
+                f"{alone[0]} is of another process, and JAX moves arrays between processes only if the devices and "
+                "their order stay the same. Use one mesh's devices in the same order for both models; or save the "
+                "model, and load it there"
+            )
+        self._landing = Landing(bodies, there, sole_mesh(there, wanted))
+        return [
+            bodies.compiled_cut(sole_mesh(here, given), structs[0]),
+            self._landing.compiled_join(wanted, structs[1]),
+        ]
 
     def __call__(self, sources: Sequence[jax.Array], old: Sequence[jax.Array]) -> Sequence[jax.Array]:
         if self._explicit:
@@ -230,22 +225,66 @@ class _CompiledMoves:
     def _run(self, sources: list[jax.Array], old: list[jax.Array]) -> Sequence[jax.Array]:
         if len(self.compiled) == 1:
             return self._calls[0](sources, old)
-        cut = self._calls[0](sources)
-        moved = jax.device_put([cut[n].addressable_data(sender) for n, sender in self._sent], self._receivers)
+        cut, landing = self._calls[0](sources), self._landing
+        shards = [cut[n].addressable_data(sender) for n, sender, _ in landing.sent]
+        moved = jax.device_put(shards, [landing.there[receiver] for *_, receiver in landing.sent])
         del cut
+        return self._calls[1](landing.landed(moved), old)
+
+
+class Landing:
+    """What arrives on the new devices, in order, and the program that joins it.
+
+    Attributes:
+        there: The devices.
+        buffers: The arrays that move.
+        sent: Of each shard that moves, the number of its buffer, and the positions of the sender and of the receiver.
+    """
+
+    def __init__(self, bodies: Bodies, there: Sequence[Any], mesh: Mesh) -> None:
+        self._bodies, self._mesh, self.there = bodies, mesh, there
+        self._flat = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        self.buffers, self.sent = bodies.buffers, bodies.sent
+        self._own = [n for n, device in enumerate(there) if device.process_index == jax.process_index()]
+
+    def compiled_join(self, wanted: Sequence[Any], old: Sequence[Struct]) -> tuple[jax.stages.Compiled, Any]:
+        """The program from buffers and old arrays, which are donated, to new ones."""
+        count = len(self.there)
         buffers = [
-            jax.make_array_from_single_device_arrays(
-                buffer.over(len(self._there)),
-                self._flat,
-                [
-                    jnp.zeros(buffer.shape, buffer.dtype, device=device) if place is None else moved[place]
-                    for place, device in zip(places, self._there, strict=True)
-                ],
-            )
-            for buffer, places in zip(self._buffers, self._shards, strict=True)
+            jax.ShapeDtypeStruct(buffer.over(count), buffer.dtype, sharding=self._flat) for buffer in self.buffers
         ]
-        del moved
-        return self._calls[1](buffers, old)
+        function = jax.jit(functools.partial(self._bodies.join, self._mesh), out_shardings=wanted, **_DONATED)
+        return _compiled(function, buffers, old)
+
+    def mine(self) -> list[tuple[int, int, int]]:
+        """What of `sent` arrives on devices of this process."""
+        return [each for each in self.sent if each[2] in self._own]
+
+    def landed(self, moved: Sequence[jax.Array]) -> list[jax.Array]:
+        """The buffers as arrays, from the shards of `mine`, in order."""
+        places = {(n, receiver): place for place, (n, _, receiver) in enumerate(self.mine())}
+        # For a device that gets nothing, anything of this form that it gets: it is not used.
+        others = {(self.buffers[n].form, receiver): place for (n, receiver), place in places.items()}
+        found: list[jax.Array] = []
+        for n, buffer in enumerate(self.buffers):
+            where = [(k, places.get((n, k), others.get((buffer.form, k)))) for k in self._own]
+            shards = [
+                jnp.zeros(buffer.shape, buffer.dtype, device=self.there[k]) if place is None else moved[place]
+                for k, place in where
+            ]
+            shape = buffer.over(len(self.there))
+            found.append(jax.make_array_from_single_device_arrays(shape, self._flat, shards))
+        return found
+
+
+_DONATED: Any = {"donate_argnums": 1, "keep_unused": True}
+
+
+def computing(copies: Iterable[Copy]) -> Any:
+    """A context in which the conversions of these copies are traced and run."""
+    # NumPy computes in 64 bits with `np.float64(…)`, and where an integer meets a float.
+    wide = any(step.dtype.itemsize >= 8 for copy in copies for step in copy.steps)
+    return functools.partial(jax.enable_x64, wide or uses_x64())
 
 
 def _compiled(function: Any, *structs: Any) -> tuple[jax.stages.Compiled, Any]:
@@ -386,39 +425,86 @@ class _Permute:
         return [item.constant() if item.source is None else pieces[number] for number, item in enumerate(self.items)]
 
 
-class _Bodies:
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A piece that pairs of devices exchange."""
+
+    target: int
+    source: int | None  # the number of the argument; None for a constant
+    copy: Copy
+    slot: Slot
+    starts: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]  # for each pair, where it is cut, and put
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """Pieces that move at the same time: each device sends to one other at most."""
+
+    pairs: Sequence[tuple[int, int]]  # positions of the sending and the receiving devices
+    stays: bool
+    parts: Sequence[Part]
+
+    def only(self, chosen: Callable[[int, int], bool]) -> Exchange:
+        """What of it is between the pairs of devices that are chosen."""
+        numbers = [n for n, pair in enumerate(self.pairs) if chosen(*pair)]
+        parts = [dataclasses.replace(part, starts=[part.starts[n] for n in numbers]) for part in self.parts]
+        return Exchange([self.pairs[n] for n in numbers], self.stays, parts)
+
+
+def exchanges(recipe: _Recipe) -> list[Exchange]:
+    """What devices exchange for a group's variables, in order."""
+    together: dict[Any, list[Part]] = collections.defaultdict(list)
+    for number, (own, given) in enumerate(recipe):
+        for each in own.rounds:
+            for slot, starts in zip(each.slots, each.starts, strict=True):
+                copy = own.copies[slot.copy]
+                source = given[cast(int, copy.source)] if copy.of is not None else None
+                together[each.pairs, each.stays].append(Part(number, source, copy, slot, starts))
+    return [Exchange(pairs, stays, parts) for (pairs, stays), parts in together.items()]
+
+
+class Bodies:
     """What each device computes in a group's programs, to trace.
 
     Attributes:
-        permutes: What moves, in order.
+        exchanges, permutes: What moves, in order.
+        buffers: The arrays in which it moves.
+        sent: Of each shard that moves, the number of its buffer, and the positions of the sender and of the receiver.
     """
 
-    def __init__(self, recipe: _Recipe, sources: Sequence[Struct], targets: Sequence[Struct]) -> None:
-        self._sources, self._targets = sources, targets
-        order, order_there = recipe[0][0].order, device_order(targets[0].sharding)
-        here, there, alone = len(order), len(order_there), _ALONE if order == order_there else _ALONE_ELSEWHERE
+    def __init__(
+        self,
+        exchanged: Iterable[Exchange],
+        sources: Sequence[Struct],
+        targets: Sequence[Struct],
+        here: int,
+        there: int,
+        alone: int = _ALONE_ELSEWHERE,
+    ) -> None:
+        self._sources, self._targets, self.exchanges = sources, targets, tuple(exchanged)
         # Column → number of the column, by sender and by receiver.
         self._tables: tuple[dict[tuple[int, ...], int], dict[tuple[int, ...], int]] = ({}, {})
-        together: dict[Any, list[tuple[int, Route, tuple[int, ...], Round]]] = collections.defaultdict(list)
-        for number, (own, given) in enumerate(recipe):
-            for each in own.rounds:
-                together[each.pairs, each.stays].append((number, own, given, each))
         self.permutes: list[_Permute] = []
-        for (pairs, stays), members in together.items():
-            senders, receivers = zip(*pairs, strict=True)
+        for exchange in self.exchanges:
+            senders, receivers = zip(*exchange.pairs, strict=True)
             items: list[_Item] = []
-            for number, own, given, each in members:
-                for slot, starts in zip(each.slots, each.starts, strict=True):
-                    copy = own.copies[slot.copy]
-                    after, dtype = copy.moving()
-                    cut, put = [row[0] for row in starts], [row[1] for row in starts]
-                    source = given[cast(int, copy.source)] if copy.of is not None else None
-                    begin = tuple(self._start(0, senders, column, here) for column in zip(*cut, strict=True))
-                    end = tuple(self._start(1, receivers, column, there) for column in zip(*put, strict=True))
-                    items.append(_Item(number, source, copy, slot, after, dtype, begin, end))
+            for part in exchange.parts:
+                after, dtype = part.copy.moving()
+                cut, put = [row[0] for row in part.starts], [row[1] for row in part.starts]
+                begin = tuple(self._start(0, senders, column, here) for column in zip(*cut, strict=True))
+                end = tuple(self._start(1, receivers, column, there) for column in zip(*put, strict=True))
+                items.append(_Item(part.target, part.source, part.copy, part.slot, after, dtype, begin, end))
             some = np.bincount(receivers, minlength=there)
-            valid = self._start(1, range(there), some.tolist(), there) if len(pairs) < there else None
-            self.permutes.append(_Permute(pairs, stays, tuple(items), valid, alone))
+            valid = self._start(1, range(there), some.tolist(), there) if len(exchange.pairs) < there else None
+            self.permutes.append(_Permute(tuple(exchange.pairs), exchange.stays, tuple(items), valid, alone))
+        moving = [(each.pairs, buffer) for each in self.permutes for buffer in each.buffers]
+        self.buffers = [buffer for _, buffer in moving]
+        self.sent = [(n, *pair) for n, (pairs, _) in enumerate(moving) for pair in pairs]
+
+    def compiled_cut(self, mesh: Mesh, sources: Sequence[Struct]) -> tuple[jax.stages.Compiled, Any]:
+        """The program from sources to buffers on their devices."""
+        whole = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        return _compiled(jax.jit(functools.partial(self.cut, mesh), out_shardings=whole), sources)
 
     def _start(self, side: int, positions: Sequence[int], values: Sequence[int], count: int) -> _Start:
         """Numbers for devices: the number if all are equal, otherwise a column of a table."""
@@ -586,7 +672,8 @@ def _common_mesh(devices: Sequence[Any], shardings: Iterable[Sharding]) -> Mesh 
     return Mesh(np.array(devices).reshape(shape), [f"axis{n}" for n in range(len(shape))])
 
 
-def _mesh(devices: Sequence[Any], shardings: Sequence[Sharding]) -> Mesh:
+def sole_mesh(devices: Sequence[Any], shardings: Sequence[Sharding]) -> Mesh:
+    """The mesh of all these shardings, which are over these devices."""
     if (mesh := _common_mesh(devices, shardings)) is None:
         shapes = ", ".join(sorted({str(dict(cast(Any, each).mesh.shape)) for each in shardings}))
         raise LazyModelError(f"meshes of one model do not divide each other ({shapes}): use one mesh for the model")
