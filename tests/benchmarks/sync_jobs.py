@@ -56,9 +56,7 @@ def models(layers: int, width: int) -> tuple[Any, Any, Any]:
     rules = {"(q|k|v|up)": P(None, None, "model"), "out|down": P(None, "model")}
     sampler = lm.build_abstract(sample).shard(Mesh(devices, ("model",)), rules)
     table = {name: lm.From(f"layers_{{layer}}/{name}").stack("layer") for name in ("out", "up", "down")}
-    parts = {
-        name: lm.From("layers_{layer}/qkv").part(n, of=3, axis=1).stack("layer") for n, name in enumerate("qkv")
-    }
+    parts = {name: lm.From("layers_{layer}/qkv").part(n, of=3, axis=1).stack("layer") for n, name in enumerate("qkv")}
     return trainer, sampler, lm.WeightMap(table | parts)
 
 
@@ -76,9 +74,7 @@ def train(folder: str, layers: str, width: str) -> None:
     halves = jax.tree.map(lambda array: array.astype(jnp.bfloat16), training)
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(halves))
     devices = jax.devices()
-    pieces = [
-        jax.device_put(np.full(_PIECE, n, np.uint8), devices[n % len(devices)]) for n in range(nbytes // _PIECE)
-    ]
+    pieces = [jax.device_put(np.full(_PIECE, n, np.uint8), devices[n % len(devices)]) for n in range(nbytes // _PIECE)]
     plain = transfer.start_transfer_server(devices[0].client, "127.0.0.1:0", ["127.0.0.1:0"])
     with lm.SyncServer(trainer) as server, Listener() as listener:
         server.publish(training)
@@ -91,7 +87,9 @@ def train(folder: str, layers: str, width: str) -> None:
                 if what == "plain":
                     plain.await_pull(number, pieces)
                 else:
-                    flat = {f"{layer}.{name}": np.asarray(a) for layer, own in halves.items() for name, a in own.items()}
+                    flat = {
+                        f"{layer}.{name}": np.asarray(a) for layer, own in halves.items() for name, a in own.items()
+                    }
                     save_file(flat, Path(folder, "weights.safetensors"))
                 asked.send((number, len(pieces)))
 
@@ -121,7 +119,10 @@ def sample(folder: str, layers: str, width: str, runs: str) -> None:
 
     def load() -> Any:
         with safe_open(Path(folder, "weights.safetensors"), "np") as file:
-            each = [{name: file.get_tensor(f"layers_{n}.{name}") for name in ("qkv", "out", "up", "down")} for n in range(int(layers))]
+            each = [
+                {name: file.get_tensor(f"layers_{n}.{name}") for name in ("qkv", "out", "up", "down")}
+                for n in range(int(layers))
+            ]
         whole = {name: np.stack([one[name] for one in each]) for name in ("out", "up", "down")}
         for n, name in enumerate("qkv"):
             whole[name] = np.stack([np.split(one["qkv"], 3, axis=1)[n] for one in each])
@@ -140,7 +141,9 @@ def sample(folder: str, layers: str, width: str, runs: str) -> None:
                     number, count = trainer.recv()
                     if what == "plain":
                         structs = [
-                            jax.ShapeDtypeStruct((_PIECE,), jnp.uint8, sharding=SingleDeviceSharding(devices[n % len(devices)]))
+                            jax.ShapeDtypeStruct(
+                                (_PIECE,), jnp.uint8, sharding=SingleDeviceSharding(devices[n % len(devices)])
+                            )
                             for n in range(count)
                         ]
                         jax.block_until_ready(link.pull(number, structs))
@@ -183,7 +186,9 @@ def main() -> None:
     print(f"{nbytes / 2**20:.0f} MiB, {layers} layers, {result['groups']} groups, planned in {result['planned']:.1f} s")
     for what, each in seconds.items():
         print(f"{what:>7}: {each:6.3f} s, {nbytes / each / 1e9:5.2f} GB/s")
-    print(f"of the plain pull's rate: {seconds['plain'] / seconds['sync']:.2f}; beside files: {seconds['files'] / seconds['sync']:.1f} ×")
+    print(
+        f"of the plain pull's rate: {seconds['plain'] / seconds['sync']:.2f}; beside files: {seconds['files'] / seconds['sync']:.1f} ×"
+    )
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from lazymodel._errors import LazyModelError, SyncError
 from lazymodel._mapping.table import WeightMap
 from lazymodel._programs.jaxprs import PROGRAMS, is_key, stored_as, without_mesh
 from lazymodel._show.text import grouped_by, listed, parse_bytes
+from lazymodel.extras.sync.digest import digest_arrays
 from lazymodel.extras.sync.messages import (
     Channel,
     Message,
@@ -171,9 +172,11 @@ class SyncServer:
 
     def close(self) -> None:
         """Stops listening. Samplers that take a version get an error."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # closing alone does not end a call of `accept`
         self._listener.close()
         for channel in list(self._open):
-            channel.close()
+            channel.hang_up()
 
     def __enter__(self) -> Self:
         return self
@@ -268,7 +271,7 @@ class _Sampler:
                 self.version = self._server.take(int(request["after"]), request["exactly"], seconds)
                 return {"version": self.version}
             case "send":
-                return self._send(self._cuts[request["program"]], list(request["sources"]))
+                return self._send(self._cuts[request["program"]], list(request["sources"]), request["verify"])
             case "done":
                 self.release()
                 return {}
@@ -282,7 +285,7 @@ class _Sampler:
             return None
         return PROGRAMS.get((_Cut, str(exchanges), kinds), lambda: _Cut(unpacked(exchanges), variables))
 
-    def _send(self, cut: Any, paths: Sequence[str]) -> Message:
+    def _send(self, cut: Any, paths: Sequence[str], verify: bool) -> Message:
         if self.version is None:
             raise SyncError("no version was taken")
         arrays = [self._server.arrays(self.version)[path] for path in paths]
@@ -291,15 +294,20 @@ class _Sampler:
                 f"{gone[0]!r} of version {self.version} was donated by the trainer before a sampler had it: "
                 "publish(trainer, copy=True), or do not donate what was published"
             )
-        number = secrets.randbits(62)
-        self._transfers.await_pull(number, cut(arrays))
-        return {"number": number}
+        number, pieces = secrets.randbits(62), cut(arrays)
+        self._transfers.await_pull(number, pieces)
+        return {"number": number, "digests": _digests(pieces) if verify else None}
 
     def release(self) -> None:
         """Lets the version go that was taken, if any."""
         if self.version is not None:
             self._server.release(self.version)
             self.version = None
+
+
+def _digests(pieces: Sequence[jax.Array]) -> list[str]:
+    found = digest_arrays({str(n): piece for n, piece in enumerate(pieces)}, agreed=False)
+    return [row.digest for row in found.rows.values()]
 
 
 class _Cut:
@@ -356,6 +364,7 @@ class SyncClient(Sync):
         max_device_memory: Bytes of a device for buffers, on both sides; otherwise as for `lm.Sync`.
         token: The server's secret.
         timeout: Seconds that the trainer may be silent.
+        verify: True to compare digests of what was sent with those of what has arrived, on the devices of both.
 
     Attributes:
         version: The version that was pulled last, 0 before the first.
@@ -386,10 +395,11 @@ class SyncClient(Sync):
         max_device_memory: int | str = "1GiB",
         token: str | None = None,
         timeout: float = 60,
+        verify: bool = False,
     ) -> None:
         limit = parse_bytes(max_device_memory, name="max_device_memory", at_least=2) // 2  # two groups are under way
         self._wanted = placed_variables(sampler, "sampler")
-        self._timeout, self.version, self._closed = timeout, 0, False
+        self._timeout, self._verify, self.version, self._closed = timeout, verify, 0, False
         self._trainers: list[Channel] = []
         try:
             with agreement(self._wanted, done="planned", given="models differ", hint="Give all the same model"):
@@ -505,7 +515,12 @@ class SyncClient(Sync):
                 coming.append(self._fetch(next(left)))
             if (following := next(left, None)) is not None:
                 coming.append(self._fetch(following))
-            return self._ready(coming.pop(0))
+            pieces, digests = coming.pop(0)
+            self._ready(pieces)
+            if digests and digests != _digests(pieces):
+                names = listed(map(repr, group.targets))
+                raise SyncError(f"version {version} of {names} has not arrived as it was sent: digests differ")
+            return pieces
 
         try:
             result = self._move(fetched, old, rebuild, old, donate=donate)
@@ -540,34 +555,36 @@ class SyncClient(Sync):
             raise SyncError(f"version {exactly}, which another process of the sampler takes, is gone")
         return exactly
 
-    def _fetch(self, group: Group) -> list[jax.Array]:
-        """Has a group's pieces sent. Returns the arrays that they will be in."""
+    def _fetch(self, group: Group) -> tuple[list[jax.Array], list[str]]:
+        """Has a group's pieces sent. Returns the arrays that they will be in, and digests of what was sent, if any."""
         program = cast(Any, group.program)
         pull = self._pulls.get(id(getattr(program, "pulled", program)))
         if pull is None:
-            return []
-        pieces: dict[int, jax.Array] = {}
-        request = {"do": "send", "program": pull.number, "sources": group.sources}
+            return [], []
+        pieces: dict[int, tuple[jax.Array, str]] = {}
+        request = {"do": "send", "program": pull.number, "sources": group.sources, "verify": self._verify}
         own = [(pull.sent_by(process), n) for n, process in enumerate(self._processes)]
         for sent, n in own:
             if sent:
                 self._trainers[n].send(request)
         for sent, n in own:
             if sent:
-                number = self._trainers[n].answer()["number"]
-                found = self._links[n].pull(number, [pull.struct(place) for place in sent])
-                pieces.update(zip(sent, found, strict=True))
-        return [pieces[place] for place in sorted(pieces)]
+                answer = self._trainers[n].answer()
+                found = self._links[n].pull(answer["number"], [pull.struct(place) for place in sent])
+                digests = answer["digests"] or [""] * len(sent)
+                pieces.update(zip(sent, zip(found, digests, strict=True), strict=True))
+        ordered = [pieces[place] for place in sorted(pieces)]
+        return [piece for piece, _ in ordered], [each for _, each in ordered if each]
 
-    def _ready(self, pieces: list[jax.Array]) -> list[jax.Array]:
-        """The pieces, once they have arrived."""
+    def _ready(self, pieces: Sequence[jax.Array]) -> None:
+        """Waits until the pieces have arrived."""
         began = time.monotonic()
         while not all(cast(Any, piece).is_ready() for piece in pieces):
             waited = time.monotonic() - began
             if waited > self._timeout:
                 raise SyncError(f"the trainer's arrays have not come for {self._timeout:g} seconds")
             time.sleep(min(0.0002 + waited / 50, 0.01))
-        return jax.block_until_ready(pieces)
+        jax.block_until_ready(pieces)
 
     def _failure(self, error: Exception, targets: Any, old: Any, moved: Any, rebuild: Any) -> Exception:
         """The error for a pull that failed: nothing is left of two versions."""

@@ -112,12 +112,18 @@ class Channel:
             raise SyncError(f"{self._peer}: {found['error']}")
         return found
 
-    def close(self) -> None:
-        """Closes the connection."""
-        self._lines.close()
+    def hang_up(self) -> None:
+        """Ends the connection; whoever waits for a message gets an error."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Ends the connection. Another thread must not be waiting for a message."""
+        self.hang_up()
+        self._lines.close()
         self._socket.close()
+
+    __del__ = close  # with a client that nobody needs any more, or whose making failed
 
 
 def _proof(token: str, nonce: str) -> str:
