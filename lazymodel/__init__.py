@@ -70,9 +70,10 @@ if _typing.TYPE_CHECKING:
     from lazymodel.extras.research.statistics import statistics
     from lazymodel.extras.run.report import RunReport
     from lazymodel.extras.run.signals import signals
+    from lazymodel.extras.sync.client import SyncClient
     from lazymodel.extras.sync.digest import Digest, digest
-    from lazymodel.extras.sync.jobs import SyncClient, SyncServer
     from lazymodel.extras.sync.reshard import ReshardReport, reshard
+    from lazymodel.extras.sync.server import SyncServer
     from lazymodel.extras.sync.sync import Sync
 
 __version__ = _VERSION
@@ -88,7 +89,8 @@ _NAMES = {  # module: names that it has
     "lazymodel._materialize.report": "LoadReport",
     "lazymodel.extras.sync.digest": "Digest digest",
     "lazymodel.extras.sync.reshard": "ReshardReport reshard",
-    "lazymodel.extras.sync.jobs": "SyncClient SyncServer",
+    "lazymodel.extras.sync.client": "SyncClient",
+    "lazymodel.extras.sync.server": "SyncServer",
     "lazymodel.extras.sync.sync": "Sync",
     "lazymodel._model": "AbstractModel build_abstract",
     "lazymodel.extras.planning.pin_batch": "pin_batch",

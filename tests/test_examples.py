@@ -64,6 +64,7 @@ def test_every_example_is_tested() -> None:
         "signals.py",
         "train_sharded.py",
         "trainer_and_sampler.py",
+        "two_jobs.py",
     }
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == tested
 
@@ -122,6 +123,11 @@ def test_grow_model(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_sampler_follows_the_trainer() -> None:
     rewards = [float(each) for each in re.findall(r"mean reward (\S+)", run("trainer_and_sampler.py"))]
     assert rewards[0] < 0.7 and rewards[-1] > 0.9
+
+
+@pytest.mark.large
+def test_two_jobs() -> None:
+    assert float(re.findall(r"version 301, the last: error (\S+)", run("two_jobs.py"))[0]) < 0.6
 
 
 @pytest.mark.large

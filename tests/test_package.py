@@ -31,7 +31,8 @@ NAMES = {
     "lazymodel": """
         AbstractModel AbstractVariable Adapter Checkpoint CheckpointError Compile CoordinateCheck
         Digest DoesNotFitError From Host LazyModelError LazyModelWarning LazyTensor LoadReport MemoryPlan Mup
-        Progress ReshardReport RunReport ShardingError Sync SyncError TraceError TrainingState WeightMap WhatIf
+        Progress ReshardReport RunReport ShardingError Sync SyncClient SyncError SyncServer
+        TraceError TrainingState WeightMap WhatIf
         arithmetic_mesh auto build_abstract coordinate_check device_memory diff digest grow initializers map_checkpoint
         merge mup open_adapter open_checkpoint path_key pin_batch plans research reshard restore role save
         save_adapter save_step signals statistics topology training_state

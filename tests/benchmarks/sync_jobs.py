@@ -186,9 +186,8 @@ def main() -> None:
     print(f"{nbytes / 2**20:.0f} MiB, {layers} layers, {result['groups']} groups, planned in {result['planned']:.1f} s")
     for what, each in seconds.items():
         print(f"{what:>7}: {each:6.3f} s, {nbytes / each / 1e9:5.2f} GB/s")
-    print(
-        f"of the plain pull's rate: {seconds['plain'] / seconds['sync']:.2f}; beside files: {seconds['files'] / seconds['sync']:.1f} ×"
-    )
+    rate, files = (seconds[what] / seconds["sync"] for what in ("plain", "files"))
+    print(f"of the plain pull's rate: {rate:.2f}; beside files: {files:.1f} ×")
 
 
 if __name__ == "__main__":

@@ -192,14 +192,12 @@ class CompiledMoves:
             programs = self._to_others(bodies, here, there, given, wanted, structs)
         self.compiled, self._calls = zip(*programs, strict=True)
         memory = [compiled.memory_analysis() for compiled in self.compiled]
-        self.nbytes = sum(int(each.temp_size_in_bytes) for each in memory if each)
-        if both is None:
-            self.nbytes += 2 * sum(buffer.nbytes for buffer in bodies.buffers)
+        buffers = 2 * sum(buffer.nbytes for buffer in bodies.buffers) if both is None else 0
+        self.nbytes = buffers + sum(int(each.temp_size_in_bytes) for each in memory if each)
 
     def _to_others(self, bodies: Bodies, here: Any, there: Any, given: Any, wanted: Any, structs: Any) -> list[Any]:
         """The program on the old devices, and that on the new ones."""
-        alone = [device for device in (*here, *there) if device.process_index != jax.process_index()]
-        if alone:
+        if alone := [device for device in (*here, *there) if device.process_index != jax.process_index()]:
             raise LazyModelError(
                 f"{alone[0]} is of another process, and JAX moves arrays between processes only if the devices and "
                 "their order stay the same. Use one mesh's devices in the same order for both models; or save the "
@@ -227,8 +225,9 @@ class CompiledMoves:
             return self._calls[0](sources, old)
         cut, landing = self._calls[0](sources), self._landing
         shards = [cut[n].addressable_data(sender) for n, sender, _ in landing.sent]
-        moved = jax.device_put(shards, [landing.there[receiver] for *_, receiver in landing.sent])
         del cut
+        moved = jax.device_put(shards, [landing.there[receiver] for *_, receiver in landing.sent])
+        del shards
         return self._calls[1](landing.landed(moved), old)
 
 
@@ -267,10 +266,10 @@ class Landing:
         others = {(self.buffers[n].form, receiver): place for (n, receiver), place in places.items()}
         found: list[jax.Array] = []
         for n, buffer in enumerate(self.buffers):
-            where = [(k, places.get((n, k), others.get((buffer.form, k)))) for k in self._own]
+            where = [places.get((n, k), others.get((buffer.form, k))) for k in self._own]
             shards = [
                 jnp.zeros(buffer.shape, buffer.dtype, device=self.there[k]) if place is None else moved[place]
-                for k, place in where
+                for k, place in zip(self._own, where, strict=True)
             ]
             shape = buffer.over(len(self.there))
             found.append(jax.make_array_from_single_device_arrays(shape, self._flat, shards))

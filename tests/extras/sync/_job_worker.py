@@ -65,14 +65,40 @@ def sample(folder: Path, trainers: int, number: str, leads: bool) -> None:
             said(folder / f"pulled-{version}-{number}", "")
 
 
+def publish(folder: Path) -> None:
+    """Publishes versions, all of whose values are their numbers, until it is killed."""
+    from tests.extras.sync.test_sync import FLOAT, TRAINER, mesh, model
+
+    abstract = model(TRAINER, FLOAT, mesh(jax.devices(), 4, 1), {".*": P("data")})
+    live = abstract.materialize()
+    server = lm.SyncServer(abstract, timeout=5)
+    server.publish(jax.tree.map(lambda array: jax.numpy.full_like(array, 1), live))
+    said(folder / "trainer-0", server.address)
+    while True:
+        server.publish(jax.tree.map(lambda array: jax.numpy.full_like(array, server.version + 1), live))
+
+
+def pull(folder: Path) -> None:
+    """Pulls until it is killed."""
+    from tests.extras.sync.test_sync import FLOAT, TRAINER, mesh, model
+
+    sampler = model(TRAINER, FLOAT, mesh(jax.devices(), 1, 8), {})
+    sampling = sampler.materialize()
+    sync = lm.SyncClient(said(folder / "trainer-0"), sampler, max_device_memory=2)
+    while True:
+        sampling = sync.pull(into=sampling)
+
+
 if __name__ == "__main__":
     role, process, processes, address, folder, trainers, samplers, job = sys.argv[1:]
-    devices = (4 if role == "trainer" else 8) // int(processes)
+    devices = (4 if role in ("trainer", "publish") else 8) // int(processes)
     if int(processes) > 1:
         join(int(process), int(processes), address, devices)
     else:
         jax.config.update("jax_num_cpu_devices", devices)
     if role == "trainer":
         train(Path(folder), int(process), int(samplers))
+    elif role in ("publish", "pull"):
+        {"publish": publish, "pull": pull}[role](Path(folder))
     else:
         sample(Path(folder), int(trainers), job, process == "0")

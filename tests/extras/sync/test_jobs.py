@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import random
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,11 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import lazymodel as lm
 from tests.compile_events import compile_events
+from tests.conftest import ROOT, child_environment
 from tests.extras.sync.test_sync import FLOAT, HALF, MAPPING, SAMPLER, TRAINER, mesh, model, numbers
 from tests.processes import free_address, printed, run_workers
 
@@ -87,8 +91,12 @@ def test_equal_to_sync(shape: Any, trainer: Any, server: Any, monkeypatch: pytes
 def test_the_fewest_bytes(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicated, repeated, cut and padded: each element of the trainer that is needed crosses once."""
     here, there = mesh(jax.devices()[:4], 2, 2), mesh(jax.devices()[:8], 2, 4)
-    own = model({"kv": (4, 6, 16), "vocab": (100, 8), "rest": (7,)}, FLOAT, here, {"kv": P("data"), "vocab": P("model")})
-    wanted = model({"kv": (8, 6, 16), "vocab": (96, 8), "rest": (7,)}, HALF, there, {"kv": P("model"), "vocab": P("data")})
+    own = model(
+        {"kv": (4, 6, 16), "vocab": (100, 8), "rest": (7,)}, FLOAT, here, {"kv": P("data"), "vocab": P("model")}
+    )
+    wanted = model(
+        {"kv": (8, 6, 16), "vocab": (96, 8), "rest": (7,)}, HALF, there, {"kv": P("model"), "vocab": P("data")}
+    )
 
     def table(w: Any) -> dict[str, Any]:
         twice = np.broadcast_to((w["kv"] * 0.5)[:, None], (4, 2, 6, 16)).reshape(8, 6, 16)
@@ -201,7 +209,7 @@ def test_who_may_talk(trainer: Any) -> None:
             with socket.create_connection((host, int(port)), 5) as other:
                 other.sendall(line)
                 other.shutdown(socket.SHUT_WR)
-                said = b"".join(iter(lambda: other.recv(1 << 16), b"")).decode().splitlines()  # noqa: B023
+                said = b"".join(iter(lambda: other.recv(1 << 16), b"")).decode().splitlines()
                 assert "variables" not in "".join(said) and set(json.loads(said[0])) == {"nonce"}
         server.publish(trainer.materialize())
         lm.SyncClient(address, sampler, token="secret").pull(into=sampler.materialize())
@@ -210,9 +218,9 @@ def test_who_may_talk(trainer: Any) -> None:
 def test_silence(trainer: Any) -> None:
     """A peer that says nothing is an error in time, on both sides."""
     sampler = model(TRAINER, FLOAT, mesh(jax.devices()[:8], 1, 8), {})
-    with socket.create_server(("127.0.0.1", 0)) as mute:
-        with pytest.raises(lm.SyncError, match=r"has not answered for 0\.3 seconds"):
-            lm.SyncClient(f"127.0.0.1:{mute.getsockname()[1]}", sampler, timeout=0.3)
+    silent = pytest.raises(lm.SyncError, match=r"has not answered for 0\.3 seconds")
+    with socket.create_server(("127.0.0.1", 0)) as mute, silent:
+        lm.SyncClient(f"127.0.0.1:{mute.getsockname()[1]}", sampler, timeout=0.3)
     with lm.SyncServer(trainer, timeout=0.3) as server:
         sync = lm.SyncClient(server.address, sampler)
         server.publish(trainer.materialize())
@@ -242,7 +250,10 @@ def test_requests_that_no_client_makes(trainer: Any, server: Any) -> None:
         {"do": "nothing"},
         {},
         {"do": "send", "program": 7, "sources": [], "verify": False},
-        {"do": "plan", "programs": [{"exchanges": [[[[0, 0]], [[0, [[], [], "x", []], [], [], []]]]], "sources": ["up"]}]},
+        {
+            "do": "plan",
+            "programs": [{"exchanges": [[[[0, 0]], [[0, [[], [], "x", []], [], [], []]]]], "sources": ["up"]}],
+        },
     ):
         sync = lm.SyncClient(server.address, sampler)
         with pytest.raises(lm.SyncError):
@@ -265,12 +276,14 @@ def test_a_trainer_that_is_gone(trainer: Any, server: Any) -> None:
 def test_without_transfers(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     transfer = importlib.import_module("jax.experimental.transfer")
     monkeypatch.delattr(transfer, "start_transfer_server")
-    text = f"jax.experimental.transfer, which moves arrays between jobs, does not work with JAX {jax.__version__} on cpu"
+    text = (
+        f"jax.experimental.transfer, which moves arrays between jobs, does not work with JAX {jax.__version__} on cpu"
+    )
     with pytest.raises(lm.SyncError, match=re.escape(text)):
         lm.SyncServer(trainer)
 
 
-@pytest.mark.parametrize("trainers, samplers", [(1, (1,)), pytest.param(2, (2, 1), marks=pytest.mark.large)])
+@pytest.mark.parametrize(("trainers", "samplers"), [(1, (1,)), pytest.param(2, (2, 1), marks=pytest.mark.large)])
 def test_independent_processes(trainers: int, samplers: tuple[int, ...], tmp_path: Path) -> None:
     """Jobs that share nothing, each of one or more processes."""
     arguments: list[Any] = []
@@ -280,3 +293,59 @@ def test_independent_processes(trainers: int, samplers: tuple[int, ...], tmp_pat
         arguments += [(role, n, processes, address, tmp_path, trainers, len(samplers), job) for n in range(processes)]
     codes = run_workers(WORKER, arguments, tmp_path, patience=100)
     assert codes == [0] * len(arguments), printed(tmp_path, len(arguments))
+
+
+def started(role: str, folder: Path, *more: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(WORKER), role, "0", "1", "-", str(folder), "1", "1", *(more or ["1"])]
+    return subprocess.Popen(command, cwd=ROOT, env=child_environment() | {"JAX_PLATFORMS": "cpu"}, text=True)
+
+
+def values_of(sampling: Any) -> set[float]:
+    return {float(each) for leaf in jax.tree.leaves(sampling) for each in np.unique(leaf)}
+
+
+@pytest.mark.large
+def test_a_trainer_that_is_killed(trainer: Any, tmp_path: Path) -> None:
+    """The sampler has one version, whole, or an error in time that says that it is to be made again."""
+    sampler = model(TRAINER, FLOAT, mesh(jax.devices()[:8], 1, 8), {})
+    lost = 0
+    for number in range(20):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        child = started("publish", folder)
+        while not (folder / "trainer-0").exists():
+            time.sleep(0.02)
+        donate, sampling, version = bool(number % 2), sampler.materialize(), 0
+        with lm.SyncClient((folder / "trainer-0").read_text(), sampler, max_device_memory=2, timeout=5) as sync:
+            killer = threading.Timer(random.Random(number).uniform(0, 0.2), child.kill)
+            killer.start()
+            with pytest.raises(lm.SyncError) as caught:  # noqa: PT012
+                while True:
+                    sampling = sync.pull(into=sampling, donate=donate)
+                    version = sync.version
+            child.wait()
+        if "materialize it again" in str(caught.value):
+            assert donate and any(leaf.is_deleted() for leaf in jax.tree.leaves(sampling))
+            lost += 1
+        elif version:
+            assert values_of(sampling) == {float(version)}
+    assert lost < 20
+
+
+@pytest.mark.large
+def test_samplers_that_are_killed(trainer: Any, server: Any, tmp_path: Path) -> None:
+    """The trainer goes on, keeps nothing for them, and others get what they ask for."""
+    (tmp_path / "trainer-0").write_text(server.address)
+    live = trainer.materialize()
+    for number in range(20):
+        child = started("pull", tmp_path)
+        began, wait = time.monotonic(), random.Random(number).uniform(2, 6)
+        while time.monotonic() - began < wait:
+            version = server.publish(jax.tree.map(lambda array: jnp.full_like(array, server.version + 1), live))
+        child.kill()
+        child.wait()
+    sampler = model(TRAINER, FLOAT, mesh(jax.devices()[:8], 1, 8), {})
+    with lm.SyncClient(server.address, sampler) as sync:
+        assert values_of(sync.pull(into=sampler.materialize())) == {float(version)}
+    time.sleep(0.5)
+    assert list(server._versions) == [version] and not server._taken and not server._open
