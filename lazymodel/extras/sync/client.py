@@ -182,7 +182,7 @@ class SyncClient(Sync):
         old, rebuild = self._arrays(into, [part for parts in self._parts.values() for part in parts], "sampler")
         check_apart({}, old)
         if self._closed:
-            raise SyncError("this SyncClient was closed: by you, by a trainer that is gone, or or a pull failed; make a new one")
+            raise SyncError("this SyncClient was closed, the trainer is gone, or a pull failed: make a new one")
         version, coming, left = 0, list[Any](), iter(self._groups)
 
         def fetched(stage: CollectiveScope, group: Group) -> list[jax.Array]:
