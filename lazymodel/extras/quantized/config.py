@@ -25,8 +25,8 @@ from lazymodel.checkpoints._hugging_face import Plain
 
 ADVICE = (
     "This quantized form is not read: load a dequantized copy, such as the original model. Where transformers "
-    "computes with it, `layer(torch.eye(layer.in_features, dtype=model.dtype))`, less the bias, is the weight of a "
-    "linear layer, transposed"
+    "computes with it, `layer(torch.eye(inputs, dtype=model.dtype))`, less the bias, is the weight of a linear layer, "
+    "transposed"
 )
 _KEYS = ("quantization_config", "compression_config", "quantization")
 _MLX = ("bits", "group_size")  # entries of `quantization`, which other tools may use for something else

@@ -145,12 +145,11 @@ def _add_gptq(
     elif config.get("desc_act"):
         contents.require(f"{module}.qweight", order)
     if WORD % bits:
-        unpack = _of_planes(bits) if planar else straddling(bits)
-        zeros = _turned(unpack, (1 << bits) if less else 0)
-        _add_integers(contents, module, config, (columns, rows), unpack, (1, WORD), zeros, bits)
+        codes, packing = _of_planes(bits) if planar else straddling(bits), (1, WORD)
+        zeros = _turned(codes, (1 << bits) if less else 0)
     else:
-        zeros = integers_down(bits, plus=1 if less else 0)
-        _add_integers(contents, module, config, (columns, rows), integers(bits), (1, WORD // bits), zeros, bits)
+        codes, packing, zeros = integers(bits), (1, WORD // bits), integers_down(bits, plus=1 if less else 0)
+    _add_integers(contents, module, config, (columns, rows), codes, packing, zeros, bits)
 
 
 def _of_planes(bits: int) -> Unpack:
@@ -217,16 +216,14 @@ def _add_integers(
 
     def make() -> LazyTensor:
         weight, zero, scale = (contents.tensor(name).T for name in names)
-        count = WORD // bits
         if WORD % bits:  # blocks of as many words as bits
             weight = contents.tensor(names[0]).reshape(-1, bits, columns).transpose(2, 0, 1)
             zero = contents.tensor(names[1]).reshape(groups, -1, bits).swapaxes(0, 1)
-            count = WORD
         return scaled_integers(
             shape,
             Stored(weight, (1, 1), codes, packing),
             Stored(scale, (1, group)),
-            Stored(zero, (1, group), zeros, (count, 1)),
+            Stored(zero, (1, group), zeros, (WORD if WORD % bits else WORD // bits, 1)),
             order=(1, contents.tensor(order[0])) if order else None,
             scattered=bool(config.get("desc_act")),
         )
