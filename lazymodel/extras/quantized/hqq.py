@@ -7,7 +7,8 @@ apart, the first in the highest bits. `(code - zero) * scale` is computed in the
 as `Quantizer.dequantize` does.
 
 `X.shape` and `X.packing` say the rest: tensors in the folders of `save_pretrained` of transformers (4.57) and of
-`save_to_safetensors`; a size and text in HQQ's own `qmodel.pt`. Its own files do not state their method.
+`save_to_safetensors`; a size and text in HQQ's own `qmodel.pt`, where all but `W_q` is in `X.meta` in version 0.1.8.
+Its own files do not state their method.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from lazymodel.extras.quantized.config import DTYPES, Contents
 from lazymodel.extras.quantized.scaled import ScaledTensor
 
 CODES = ".W_q"
+_PARTS, _IN_META = ("scale", "zero"), ("scale", "zero", "scale_q")
 _LONGEST = 64  # numbers of what says how a module is packed
 # Codes in a word, bits of a code, dtype of words.
 _PACKINGS = {
@@ -39,32 +41,29 @@ _STATE = (
 
 def decode_hqq(contents: Contents) -> None:
     """Decodes the modules of `hqq`."""
-    for module in contents.names(".zero"):
-        if contents.has(f"{module}.scale"):
-            contents.require(f"{module}.zero", f"{module}{CODES}")
     for module in contents.names(CODES):
-        codes, scale, zero = parts = [f"{module}.{part}" for part in ("W_q", "scale", "zero")]
-        if contents.has(f"{module}.scale_q") or contents.has(f"{module}.zero_q"):
+        inner = next((f"{module}.meta" for end in _IN_META if contents.has(f"{module}.meta.{end}")), module)
+        codes, scale, zero = parts = [f"{module}{CODES}", *(f"{inner}.{part}" for part in _PARTS)]
+        if contents.has(f"{inner}.scale_q") or contents.has(f"{inner}.zero_q"):
             contents.reject(codes, "scales and zero points that are not quantized", "some that are")
         contents.require(codes, scale, zero)
         rows, width = contents.matrix(codes, "uint8", "int32")
         groups = contents.matrix(scale, *DTYPES)
         contents.expect(zero, groups, contents.header(scale).dtype.name)
-        said = [name if contents.has(name := f"{module}.{part}") else "" for part in ("shape", "packing")]
-        make = functools.partial(_decoded, contents, module, rows, width, groups, said)
+        said = {name: contents.has(name) for name in (f"{inner}.shape", f"{inner}.packing")}
+        make = functools.partial(_decoded, contents, parts, rows, width, groups, said)
         state = [name for part in _STATE if contents.has(name := f"{module}.{part}")]
-        contents.add_unread(f"{module}.weight", [*parts, *filter(None, said), *state], make)
+        contents.add_unread(f"{module}.weight", [*parts, *(name for name in said if said[name]), *state], make)
+    for module in contents.names(".zero"):
+        if contents.has(f"{module}.scale"):
+            contents.require(f"{module}.zero", f"{module}{CODES}")
 
 
 def _decoded(
-    contents: Contents, module: str, rows: int, width: int, groups: tuple[int, int], said: list[str]
+    contents: Contents, names: list[str], rows: int, width: int, groups: tuple[int, int], said: dict[str, bool]
 ) -> LazyTensor:
-    names = [f"{module}.{part}" for part in ("W_q", "scale", "zero")]
     words, *operands = (contents.tensor(name) for name in names)
-    sizes, packing = (
-        _read(contents, name) if name else contents.metadata.get(f"{module}.{part}")
-        for name, part in zip(said, ("shape", "packing"), strict=True)
-    )
+    sizes, packing = (_read(contents, name) if said[name] else contents.metadata.get(name) for name in said)
     count, bits, kind = _PACKINGS.get(packing, (1, 8, "")) if isinstance(packing, str) else (1, 8, "")
     if words.dtype.name != kind:
         contents.reject(names[0], f"one of {', '.join(_PACKINGS)}", f"{packing!r} in {words.dtype.name}")

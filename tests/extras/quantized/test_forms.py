@@ -314,8 +314,9 @@ def test_as_hqq_decodes(tmp_path: Path, name: str) -> None:
     np.testing.assert_array_equal(lm.open_checkpoint(folder)["a.weight"].read().view(np.int16), expected)
 
 
+@pytest.mark.parametrize("old", [True, False])
 @pytest.mark.parametrize("name", ["hqq-2", "hqq-3-down"])
-def test_files_of_hqq_itself(name: str, tmp_path: Path) -> None:
+def test_files_of_hqq_itself(name: str, old: bool, tmp_path: Path) -> None:
     """Neither qmodel.pt nor the folders of `save_to_safetensors` state the method."""
     parts, expected = FORMS[name].make(np.random.default_rng(7), 64, 96)
     config = {"model_type": "llama", "torch_dtype": "bfloat16"}
@@ -328,7 +329,10 @@ def test_files_of_hqq_itself(name: str, tmp_path: Path) -> None:
         for end, array in arrays.items()
     }
     state |= {"shape": called("torch.Size", (64, 96)), "packing": parts["packing"].tobytes().decode(), "nbits": 2}
-    content = {module: state, "model.norm": {"weight": state["scale"]}}
+    norm = {"weight": state["scale"]}
+    if old:  # version 0.1.8
+        state = {"W_q": state.pop("W_q"), "meta": state}
+    content = {module: state, "model.norm": norm}
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "config.json").write_text(json.dumps(config))
     storages = {end: array.tobytes() for end, array in arrays.items()}
