@@ -272,6 +272,21 @@ def test_as_gptqmodel_decodes(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.large
+@pytest.mark.parametrize("bits", [3, 5, 6, 7])
+def test_as_auto_round_packs(tmp_path: Path, bits: int) -> None:
+    """Against the packer of auto-round (0.16.1)."""
+    torch = pytest.importorskip("torch", reason="needs the packages auto-round and torch")
+    tool = pytest.importorskip("auto_round.utils.bit_packing", reason="needs the package auto-round")
+    codes, zeros = torch.randint(0, 1 << bits, (128, 64)), torch.randint(1, 1 << bits, (4, 64))
+    scale = torch.rand(4, 64).half()
+    parts = {"qweight": tool.pack_bitstream(codes, bits, 0), "qzeros": tool.pack_bitstream(zeros - 1, bits, 1)}
+    stored = {f"a.{end}": part.numpy() for end, part in {**parts, "scales": scale}.items()}
+    folder = write_folder(tmp_path / "m", quantized.settings(FORMS[f"auto-round-{bits}"]), stored)
+    expected = scale.repeat_interleave(32, 0) * (codes - zeros.repeat_interleave(32, 0))
+    same(lm.open_checkpoint(folder)["a.weight"].read(), expected.T.contiguous().numpy())
+
+
+@pytest.mark.large
 @pytest.mark.parametrize("name", ["quark-fp8", "quark-mxfp4"])
 def test_as_quark_decodes(tmp_path: Path, name: str) -> None:
     """Against the package amd-quark (0.13)."""
