@@ -123,7 +123,9 @@ class Channel:
         self._lines.close()
         self._socket.close()
 
-    __del__ = close  # with a client that nobody needs any more, or whose making failed
+    def __del__(self) -> None:  # with a client that nobody needs any more, or whose making failed
+        self._lines.close()
+        self._socket.close()
 
 
 def _proof(token: str, nonce: str) -> str:

@@ -27,9 +27,9 @@ from lazymodel._devices.hardware import compile_lowered
 from lazymodel._errors import LazyModelError
 from lazymodel._programs.jaxprs import PROGRAMS, as_keys, is_key, stored_as, uses_x64, with_shards, without_mesh
 from lazymodel._show.text import grouped_by, listed
-from lazymodel._tensors.convert import Arithmetic, Convert
 from lazymodel._tensors.shards import grouped, spec_axes
 from lazymodel.extras.sync.pieces import Copy, Route, Slot, device_order, route
+from lazymodel.extras.sync.wire import bits, converted, of_bits, wire
 
 Struct: TypeAlias = jax.ShapeDtypeStruct  # of an array with its sharding; keys have their own shapes and dtypes
 _Start: TypeAlias = "tuple[bool, int]"  # True and a column of a table with a row for each device, or False and a number
@@ -186,8 +186,7 @@ class CompiledMoves:
             exchanges(recipe), sources, targets, len(here), len(there), _ALONE if here == there else _ALONE_ELSEWHERE
         )
         if both is not None:
-            function = jax.jit(functools.partial(bodies.all, both), out_shardings=wanted, **_DONATED)
-            programs = [_compiled(function, *structs)]
+            programs = [compiled(functools.partial(bodies.all, both), structs, wanted, donated=True)]
         else:
             programs = self._to_others(bodies, here, there, given, wanted, structs)
         self.compiled, self._calls = zip(*programs, strict=True)
@@ -252,8 +251,7 @@ class Landing:
         buffers = [
             jax.ShapeDtypeStruct(buffer.over(count), buffer.dtype, sharding=self._flat) for buffer in self.buffers
         ]
-        function = jax.jit(functools.partial(self._bodies.join, self._mesh), out_shardings=wanted, **_DONATED)
-        return _compiled(function, buffers, old)
+        return compiled(functools.partial(self._bodies.join, self._mesh), (buffers, old), wanted, donated=True)
 
     def mine(self) -> list[tuple[int, int, int]]:
         """What of `sent` arrives on devices of this process."""
@@ -276,9 +274,6 @@ class Landing:
         return found
 
 
-_DONATED: Any = {"donate_argnums": 1, "keep_unused": True}
-
-
 def computing(copies: Iterable[Copy]) -> Any:
     """A context in which the conversions of these copies are traced and run."""
     # NumPy computes in 64 bits with `np.float64(…)`, and where an integer meets a float.
@@ -286,13 +281,17 @@ def computing(copies: Iterable[Copy]) -> Any:
     return functools.partial(jax.enable_x64, wide or uses_x64())
 
 
-def _compiled(function: Any, *structs: Any) -> tuple[jax.stages.Compiled, Any]:
+def compiled(
+    body: Callable[..., Any], structs: Sequence[Any], wanted: Any, *, donated: bool = False
+) -> tuple[jax.stages.Compiled, Any]:
     """The compiled program, and what to call: JAX passes elements of less than a byte to jitted functions only."""
-    compiled = compile_lowered(function.lower(*structs), "the program that moves variables")
+    more: Any = {"donate_argnums": 1, "keep_unused": True} if donated else {}
+    function = jax.jit(body, out_shardings=wanted, **more)
+    program = compile_lowered(function.lower(*structs), "the program that moves variables")
     narrow = any(
         not is_key(each.dtype) and jax.dtypes.itemsize_bits(each.dtype) < 8 for each in jax.tree.leaves(structs)
     )
-    return compiled, function if narrow else compiled
+    return program, function if narrow else program
 
 
 # Tracing --------------------------------------------------------------------------------------------------------------
@@ -318,35 +317,49 @@ class _Item:
 
     def constant(self) -> Any:
         """The value of all its elements, if it is no part of a variable."""
-        return _bits(jnp.asarray(np.asarray(self.copy.source, self.dtype)))
+        return bits(jnp.asarray(np.asarray(self.copy.source, self.dtype)))
 
     def taken(self, local: Any, row: Any) -> Any:
         """The piece of a source's shard, as it moves."""
         whole, extents = self.slot.cut
         # As bits, unless it is computed with: XLA may move small floats through wider ones, which changes NaNs.
-        piece = (local if self.after else _bits(local)).reshape(whole)
+        piece = (local if self.after else bits(local)).reshape(whole)
         if extents != whole:
             piece = lax.dynamic_slice(piece, _at(self.cut, row), extents)
         order = self.copy.source_order()
         piece = piece.reshape([self.slot.lens[k] for k in order])
         piece = piece.transpose([order.index(k) for k in self.copy.order()])
-        return _bits(_converted(piece, self.copy.steps[: self.after])) if self.after else piece
+        return bits(converted(piece, self.copy.steps[: self.after])) if self.after else piece
 
-    def given(self, local: Any, piece: Any, row: Any, valid: Any) -> Any:
-        """The bits of a target's shard with the piece in it; unchanged where it is not valid."""
-        whole, extents = self.slot.put
+    def arrived(self, piece: Any) -> Any:
+        """The piece as bits of the target, with its extents there."""
         if steps := self.copy.steps[self.after :]:
-            piece = _bits(_converted(_of_bits(piece, self.dtype), steps))
+            piece = bits(converted(of_bits(piece, self.dtype), steps))
         every = [self.slot.lens[k] for k in self.copy.order(every=True)]
         if len(every) > piece.ndim:
             piece = jnp.broadcast_to(jnp.expand_dims(piece, self.copy.repeated()), every)
-        piece = piece.reshape(extents)
-        if extents == whole and valid is None:
-            return piece.reshape(local.shape)
-        starts = _at(self.put, row)
-        if valid is not None:
-            piece = jnp.where(valid, piece, lax.dynamic_slice(local.reshape(whole), starts, extents))
-        return lax.dynamic_update_slice(local.reshape(whole), piece, starts).reshape(local.shape)
+        return piece.reshape(self.slot.put[1])
+
+    def follows(self, first: _Item, number: int) -> int | None:
+        """The axis along which it lies behind `number` pieces, of which this is the first; None if it does not."""
+        if (first.target, first.slot.put) != (self.target, self.slot.put):
+            return None
+        other = [axis for axis, (one, two) in enumerate(zip(first.put, self.put, strict=True)) if one != two]
+        if len(other) != 1 or first.put[other[0]][0] or self.put[other[0]][0]:
+            return None
+        behind = first.put[other[0]][1] + number * self.slot.put[1][other[0]]
+        return other[0] if self.put[other[0]][1] == behind else None
+
+
+def _placed(local: Any, first: _Item, piece: Any, row: Any, valid: Any) -> Any:
+    """The bits of a target's shard with a piece in it, at the place of `first`; unchanged where it is not valid."""
+    whole = first.slot.put[0]
+    if piece.shape == whole and valid is None:
+        return piece.reshape(local.shape)
+    starts = _at(first.put, row)
+    if valid is not None:
+        piece = jnp.where(valid, piece, lax.dynamic_slice(local.reshape(whole), starts, piece.shape))
+    return lax.dynamic_update_slice(local.reshape(whole), piece, starts).reshape(local.shape)
 
 
 # Bytes of a piece from which it moves alone: packing and unpacking larger ones takes longer than one more transfer. To
@@ -366,7 +379,7 @@ class _Buffer:
     def of(cls, numbers: Sequence[int], items: Sequence[_Item]) -> Self:
         """The buffer for pieces."""
         flat = (sum(math.prod(item.shape) for item in items),)
-        return cls(tuple(numbers), (tuple(items[0].shape) or flat) if len(items) == 1 else flat, _wire(items[0].dtype))
+        return cls(tuple(numbers), (tuple(items[0].shape) or flat) if len(items) == 1 else flat, wire(items[0].dtype))
 
     def over(self, count: int) -> tuple[int, ...]:
         """The shape of the array that consists of those of several devices."""
@@ -399,7 +412,7 @@ class _Permute:
         for number, item in enumerate(self.items):
             if item.source is not None:
                 alone = math.prod(item.shape) * item.dtype.itemsize >= self.alone
-                together.setdefault(number if alone else _wire(item.dtype).name, []).append(number)
+                together.setdefault(number if alone else wire(item.dtype).name, []).append(number)
         return tuple(_Buffer.of(numbers, [self.items[number] for number in numbers]) for numbers in together.values())
 
     def packed(self, pieces: Sequence[Any]) -> list[Any]:
@@ -503,7 +516,7 @@ class Bodies:
     def compiled_cut(self, mesh: Mesh, sources: Sequence[Struct]) -> tuple[jax.stages.Compiled, Any]:
         """The program from sources to buffers on their devices."""
         whole = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-        return _compiled(jax.jit(functools.partial(self.cut, mesh), out_shardings=whole), sources)
+        return compiled(functools.partial(self.cut, mesh), (sources,), whole)
 
     def _start(self, side: int, positions: Sequence[int], values: Sequence[int], count: int) -> _Start:
         """Numbers for devices: the number if all are equal, otherwise a column of a table."""
@@ -572,14 +585,23 @@ class Bodies:
     def _before(self, old: Sequence[Any]) -> list[Any]:
         """The bits of the shards before anything is put into them."""
         if old:
-            return list(map(_bits, old))
+            return list(map(bits, old))
         kinds = [(each.sharding, *stored_as(each.shape, each.dtype)) for each in self._targets]
-        return [jnp.zeros(sharding.shard_shape(shape), _wire(dtype)) for sharding, shape, dtype in kinds]
+        return [jnp.zeros(sharding.shard_shape(shape), wire(dtype)) for sharding, shape, dtype in kinds]
 
     def _put(self, permute: _Permute, results: list[Any], pieces: Sequence[Any], row: Any) -> None:
         valid = None if permute.valid is None else _at([permute.valid], row)[0] > 0
+        # Pieces side by side are one: XLA makes one loop of many updates, in which each element asks for each of them.
+        runs: list[tuple[_Item, int | None, list[Any]]] = []
         for item, piece in zip(permute.items, pieces, strict=True):
-            results[item.target] = item.given(results[item.target], piece, row, valid)
+            axis = item.follows(runs[-1][0], len(runs[-1][2])) if runs else None
+            if axis is None or runs[-1][1] not in (None, axis):
+                runs.append((item, None, [item.arrived(piece)]))
+            else:
+                runs[-1] = (runs[-1][0], axis, [*runs[-1][2], item.arrived(piece)])
+        for first, axis, several in runs:
+            piece = several[0] if axis is None else jnp.concatenate(several, axis)
+            results[first.target] = _placed(results[first.target], first, piece, row, valid)
 
     def _mapped(self, mesh: Mesh, body: Any, given: Sequence[Any], own: Any, old: Sequence[Any]) -> Any:
         """Runs a body on every device; `own` are the specs of what is given."""
@@ -588,7 +610,7 @@ class Bodies:
         mapped = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=specs, check_vma=False)
         results = mapped(given, _stored(old, self._targets) if old else [])
         kinds = [(each.dtype, stored_as(each.shape, each.dtype)[1]) for each in self._targets]
-        return [as_keys(_of_bits(bits, dtype), own) for bits, (own, dtype) in zip(results, kinds, strict=True)]
+        return [as_keys(of_bits(bits, dtype), own) for bits, (own, dtype) in zip(results, kinds, strict=True)]
 
 
 def _stored(arrays: Sequence[Any], structs: Sequence[Struct]) -> list[Any]:
@@ -599,58 +621,6 @@ def _stored(arrays: Sequence[Any], structs: Sequence[Struct]) -> list[Any]:
 
 def _at(starts: Iterable[_Start], row: Sequence[Any]) -> list[Any]:
     return [row[number] if varies else np.int32(number) for varies, number in starts]
-
-
-def _converted(piece: Any, steps: Iterable[Convert]) -> Any:
-    """The piece after conversions, each of which rounds as NumPy does when the same is loaded."""
-    for step in steps:
-        if step.bitcast:
-            piece = lax.bitcast_convert_type(piece, step.dtype)
-            continue
-        zero, operands = _zero(piece), [piece]
-        compute = step.function if isinstance(step.function, Arithmetic) else None
-        if compute is not None:
-            operands = [piece if operand is None else np.asarray(operand) for operand in compute.operands]
-        # NumPy has decided the dtype in which it computes: JAX would multiply bfloat16 by 0.3 in bfloat16.
-        operands = [_hidden(_hidden(jnp.asarray(each), zero).astype(step.dtype), zero) for each in operands]
-        piece = operands[0] if compute is None else getattr(jnp, compute.function.__name__)(*operands)
-    return piece
-
-
-def _zero(piece: Any) -> Any:
-    """Zeros, which no compiler knows: no square is 5 modulo 8."""
-    wide = _bits(piece).astype(np.uint32)
-    return wide * wide % 8 == 5
-
-
-def _hidden(value: Any, zero: Any) -> Any:
-    """The same value, hidden so that the compiler does not know how it was computed: XLA skips roundings between
-    operations, multiplies by reciprocals, and multiplies and adds in one instruction.
-    """
-    if not jnp.issubdtype(value.dtype, jnp.floating) or value.dtype.itemsize > 4:
-        return value
-    bits = f"uint{jax.dtypes.itemsize_bits(value.dtype)}"
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(value, bits) + zero.astype(bits), value.dtype)
-
-
-def _wire(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype in which elements move: small ones as integers."""
-    bits = jax.dtypes.itemsize_bits(dtype)
-    return np.dtype(f"uint{max(bits, 8)}") if bits < 32 else np.dtype(dtype)
-
-
-def _bits(piece: Any) -> Any:
-    """A piece in the dtype in which it moves."""
-    wire, bits = _wire(piece.dtype), jax.dtypes.itemsize_bits(piece.dtype)
-    if piece.dtype == np.bool_ or wire == piece.dtype:
-        return piece.astype(wire)
-    return lax.bitcast_convert_type(piece, jnp.dtype(f"uint{bits}")).astype(wire)
-
-
-def _of_bits(piece: Any, dtype: np.dtype[Any]) -> Any:
-    if dtype == np.bool_ or piece.dtype == dtype:
-        return piece.astype(dtype)
-    return lax.bitcast_convert_type(piece.astype(f"uint{jax.dtypes.itemsize_bits(dtype)}"), dtype)
 
 
 # Meshes ---------------------------------------------------------------------------------------------------------------

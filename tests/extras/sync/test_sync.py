@@ -358,3 +358,14 @@ def test_several_processes(tmp_path: Path) -> None:
     worker = Path(__file__).with_name("_sync_worker.py")
     codes = run_workers(worker, [(process, 2, address) for process in range(2)], tmp_path, patience=80)
     assert codes == [0, 0], printed(tmp_path, 2)
+
+
+def test_pieces_side_by_side_are_one_update(meshes: dict[str, Mesh]) -> None:
+    """A chain of many updates of one array is one slow loop in XLA:CPU."""
+    counts: list[int] = []
+    for layers in (2, 16):
+        own = model({f"{n}/up": (32, 64) for n in range(layers)}, FLOAT, meshes["low"], {".*": P("data")})
+        wanted = model({"up": (layers, 32, 64)}, HALF, meshes["high"], {"up": P(None, None, "model")})
+        sync = lm.Sync(own, wanted, lm.WeightMap({"up": lm.From("{layer}/up").stack("layer")}))
+        counts.append(sum(program.as_text().count(" dynamic-update-slice(") for program in sync.compiled))
+    assert counts[0] == counts[1] <= 4
