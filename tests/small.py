@@ -40,6 +40,8 @@ _PLACES = {
     "call": ["lazymodel._tensors.byte_reader.READ"],  # bytes that one call reads
     "map_block": ["lazymodel._tensors.byte_reader.MAP_BLOCK"],  # bytes that are copied out of a map at a time
     "workspace": ["lazymodel._tensors.lazy.READ_WORKSPACE"],  # bytes of temporaries of `LazyTensor.read`
+    "compiles": ["lazymodel._materialize.stream.COMPILES"],  # bytes of a load in which decoding may be compiled
+    "pays": ["lazymodel.extras.quantized.compiled.PAYS"],  # numbers that are decoded before it is
     "tried": ["lazymodel._tensors.casting.SMALL"],  # integers that are tried one by one
     "slab": ["lazymodel._tensors.decoded.COMPUTED_CHUNK"],  # bytes that are computed at a time
     "deflated": ["lazymodel.extras.formats.numpy._PIECE"],  # bytes that are decompressed at a time

@@ -67,6 +67,7 @@ CHUNK = 16 << 20  # bytes of a chunk of shards that are larger than the budget: 
 # Of 4 bits it has 64 rows; 32 and 16 are enough for 8 and 16 bits.
 TILE = (64, 128)
 WORKSPACE = 64 << 20  # limit of temporaries of a thread; more makes nothing faster
+COMPILES = 512 << 20  # bytes of a load from which on it may compile, which takes some 30 MiB and 0.1 s
 _THREADS = 8  # more do not help: from here on memory bandwidth is the limit, not the number of requests
 JOB = 16 << 20  # bytes of several variables that are one job: reading them takes some ten times its overhead
 
@@ -132,7 +133,9 @@ def read_items(
                 f"once, and max_host_memory={format_bytes(limit)} leaves {format_bytes(budget)}. Give at least "
                 f"{bisect.bisect_left(range(most), True, key=enough)} bytes."
             )
-    return _Stream(plans, budget, [Workspace(workspace) for _ in range(threads)], on_bytes, hold).arrays(ranges, ahead)
+    compiles = sum(plan.nbytes for plan in plans) >= COMPILES
+    workspaces = [Workspace(workspace, compiles=compiles) for _ in range(threads)]
+    return _Stream(plans, budget, workspaces, on_bytes, hold).arrays(ranges, ahead)
 
 
 def _divided(limit: int, threads: int, remote: bool) -> tuple[int, int, int]:

@@ -88,10 +88,14 @@ class Workspace:
     """Scratch memory of a thread, used like a stack: for staging, casts and everything else that is not the result.
 
     It is allocated at first use, up to `limit` bytes, and reused, so temporaries cost no page faults. Not thread-safe.
+
+    With `compiles`, whoever uses it may compile programs: JAX has started, and much is read. `result` is what the last
+    one wrote, in memory of its own.
     """
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, limit: int, *, compiles: bool = False) -> None:
+        self.limit, self.compiles = limit, compiles
+        self.result: Any = None
         self._memory = np.empty(0, np.uint8)
         self._used = 0
 
@@ -99,6 +103,11 @@ class Workspace:
     def available(self) -> int:
         """Bytes that may still be taken."""
         return max(self.limit - self._used, 0)
+
+    @property
+    def unallocated(self) -> int:
+        """Bytes of the limit for which it has no memory yet: as many may be taken elsewhere."""
+        return max(self.limit - self._memory.nbytes, 0)
 
     def reserve(self, nbytes: int) -> None:
         """Allocates so many bytes, up to `limit`, if none is in use, so that nested arrays fit."""

@@ -120,6 +120,12 @@ class DecodedTensor(CompositeSource):
         with self.stored[0].numbers(needed[0], arrays[0], self.dtype, workspace) as (covered, numbers):
             yield numbers[shift(tile, covered)], steps
 
+    def compiled(
+        self, chunk: Box, needed: Sequence[Box], arrays: Sequence[np.ndarray], steps: Steps, workspace: Workspace
+    ) -> tuple[np.ndarray, Steps] | None:
+        """As `decoded`, of a whole chunk by one compiled program, in memory of its own; None if there is none."""
+        return None
+
     def parts(self, boxes: Sequence[Box], outs: Sequence[np.ndarray], steps: Steps) -> list[Part]:
         parts: list[Part] = []
         for chunk in cut(bounding(boxes), CHUNK, self.cuts, self.along):
@@ -141,8 +147,10 @@ class DecodedTensor(CompositeSource):
         """Fills arrays with boxes that tile one region of a chunk, or with one box."""
         region = bounding([box for box, _ in targets])
         available = max(workspace.available, self.min_scratch_nbytes) // 2
-        limit = max(min(available, READ) // self.read_nbytes, SMALLEST)
-        count = min(math.prod(box_shape(region)), limit)
+        size, boxes = math.prod(box_shape(region)), zip(self.pieces, self.needs(region), strict=False)
+        read = sum(view.dtype.itemsize * math.prod(box_shape(box)) for view, box in boxes)  # by all of the region
+        limit = max(min(available // self.read_nbytes, READ * size // read), SMALLEST)
+        count = min(size, limit)
         workspace.reserve(count * self.read_nbytes + STAGING + min(count, self.tile) * self.scratch)
         for chunk in cut(region, limit, self.cuts, self.along):
             needed = self.needs(chunk)
@@ -151,6 +159,10 @@ class DecodedTensor(CompositeSource):
                 for view, box in zip(self.pieces, needed, strict=False):
                     arrays.append(stack.enter_context(workspace.array(box_shape(box), view.dtype)))
                     fill(view, [box], [arrays[-1]], workspace)
+                if (made := self.compiled(chunk, needed, arrays, steps, workspace)) is not None:
+                    _assign(targets, chunk, *made)
+                    del made  # so that its memory can be overwritten
+                    continue
                 size = max(min(self.tile, workspace.available // self.scratch), SMALLEST)
                 for tile in self._tiles(chunk, size):
                     within = self.needs(tile)

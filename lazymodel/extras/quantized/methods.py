@@ -52,6 +52,7 @@ from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.tensor_source import View
 from lazymodel.checkpoints._hugging_face import Plain
 from lazymodel.checkpoints._untrusted import is_finite
+from lazymodel.extras.quantized.compiled import Words
 from lazymodel.extras.quantized.config import ADVICE, DTYPES, Config, Contents, StoredTensors, find_config, matches
 from lazymodel.extras.quantized.hqq import CODES, decode_hqq
 from lazymodel.extras.quantized.mlx import decode_mlx, split_experts
@@ -237,7 +238,8 @@ def _four_bits(contents: Contents, name: str, state: str, nested: Sequence[str])
         of_blocks = LazyTensor(_NestedTensor(of_blocks, scales.reshape(-1), contents.tensor(nested[1]).read(), found))
     values, byte = contents.tensor(f"{name}.quant_map").read(), np.arange(256)
     pairs = lookup(np.stack([values[byte >> 4], values[byte & 15]], axis=1))
-    codes = Stored(packed.reshape(rows, -1), (1, 1), pairs, (1, 2 * packed.itemsize))
+    words = Words(4, (4, 0, 12, 8, 20, 16, 28, 24), pairs, table=values)
+    codes = Stored(packed.reshape(rows, -1), (1, 1), words, (1, 2 * packed.itemsize))
     decoded = LazyTensor(ScaledTensor((rows, width), codes, Stored(of_blocks, (1, found.block))))
     decoded, model = decoded.reshape(found.shape).astype(found.dtype), contents.config.dtype
     return decoded.rounded(model) if model.itemsize < found.dtype.itemsize else decoded  # PEFT merges in float32

@@ -24,7 +24,7 @@ import numpy as np
 
 from lazymodel._tensors.boxes import Box, shift
 from lazymodel._tensors.buffers import Workspace
-from lazymodel._tensors.convert import Steps
+from lazymodel._tensors.convert import DType, Steps
 from lazymodel._tensors.decoded import Stored
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel.checkpoints._hugging_face import Plain
@@ -52,6 +52,9 @@ class AffineTensor(ScaledTensor):
     """A float32 array `code * scale + bias`, product and sum each rounded to the dtype of scales and biases; the sum
     by the cast that follows.
     """
+
+    def operations(self) -> tuple[tuple[int, str, DType], ...]:
+        return (1, "multiply", self.stored[1].view.dtype), (2, "add", self.dtype)
 
     @contextlib.contextmanager
     def decoded(
@@ -130,6 +133,8 @@ def _decoded(mode: str, bits: int, group: int, weight: LazyTensor, scale: LazyTe
         packed, unpack = weight.reshape(*rows, -1, together), straddling(bits)
     else:
         packed, unpack = weight, integers(bits)
+        if scale.dtype == np.float32:  # a program may add a product to a bias without rounding it
+            unpack = unpack.unpack
     codes = Stored(packed, (*ones, 1), unpack, (*ones, together * WORD // bits))
     affine = AffineTensor(shape, codes, Stored(scale, (*ones, group)), Stored(bias[0], (*ones, group)))
     return LazyTensor(affine).astype(scale.dtype)

@@ -29,6 +29,7 @@ import numpy as np
 from lazymodel._tensors.buffers import Workspace
 from lazymodel._tensors.decoded import Stored, Unpack
 from lazymodel._tensors.lazy import LazyTensor
+from lazymodel.extras.quantized.compiled import Words
 from lazymodel.extras.quantized.config import DTYPES, Config, Contents, matches
 from lazymodel.extras.quantized.scaled import (
     WORD,
@@ -192,8 +193,9 @@ def _add_awq(contents: Contents, module: str, config: Config, version: str) -> N
     if bits != _AWQ_BITS or version != "gemm":
         config.reject("4 bits in version gemm", f"{bits} bits in version {version}")
     rows, words = contents.matrix(f"{module}.qweight", *_WORDS)
-    shape, codes = (words * (WORD // bits), rows), integers_down(bits, order=_AWQ_ORDER)
-    _add_integers(contents, module, config, shape, codes, (WORD // bits, 1), codes, bits)
+    shape, zeros = (words * (WORD // bits), rows), integers_down(bits, order=_AWQ_ORDER)
+    codes = Words(bits, tuple(bits * _AWQ_ORDER.index(place) for place in range(WORD // bits)), zeros, down=True)
+    _add_integers(contents, module, config, shape, codes, (WORD // bits, 1), zeros, bits)
 
 
 def _add_integers(

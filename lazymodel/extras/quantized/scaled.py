@@ -24,13 +24,14 @@ from lazymodel._tensors.convert import Convert, DType, Steps, assign
 from lazymodel._tensors.decoded import DecodedTensor, Stored, Unpack
 from lazymodel._tensors.lazy import LazyTensor
 from lazymodel._tensors.tensor_source import Targets, View, fill
-from lazymodel.extras.quantized.config import Contents
+from lazymodel.extras.quantized.compiled import Words, decode
+from lazymodel.extras.quantized.config import DTYPES, Contents
 
 WORD = 32  # bits of the integers that codes are packed in
 INDEX = np.dtype(np.intp)  # dtype of NumPy's indices; it would convert narrower ones, in memory of its own
 # Bytes of temporaries per number while it is decoded: codes, its share of a scale, an index, and float32.
 _NUMBER = 4 + 4 + 8 + 4 * 4
-_HALF = np.dtype(np.float16)
+_HALF, _FLOATS = np.dtype(np.float16), tuple(DTYPES.values())
 _HALF_NORMAL, _HALF_MOST = 2.0**-14, 65504.0
 _E2M3_MAGNITUDES = np.append(np.arange(8), [(8 + m) << e for e in range(3) for m in range(8)]).astype(np.float32) / 8
 _E2M3 = np.concatenate([_E2M3_MAGNITUDES, -_E2M3_MAGNITUDES])
@@ -111,6 +112,35 @@ class ScaledTensor(DecodedTensor):
         finally:
             with self._guard:
                 self._filling -= 1
+
+    def operations(self) -> tuple[tuple[int, str, DType], ...]:
+        """What is done with stored tensors, by their index: a function of NumPy, and the dtype it is rounded to."""
+        zeros = [(index, "subtract", self.dtype) for index in range(2, len(self.stored))]
+        return (*zeros, (1, "multiply", _HALF if self._half else self.dtype))
+
+    def compiled(
+        self, chunk: Box, needed: Sequence[Box], arrays: Sequence[np.ndarray], steps: Steps, workspace: Workspace
+    ) -> tuple[np.ndarray, Steps] | None:
+        words, group = self.stored[0].unpack, self.stored[1].blocks[-1]
+        if not workspace.compiles or not isinstance(words, Words) or (self._order is not None and self._grouped):
+            return None
+        count, units = len(words.shifts), (*(1,) * (len(chunk) - 1), group)
+        whole = fine(needed[0], self.stored[0].packing) == chunk == fine(coarse(chunk, units), units)
+        if not whole or any(each.blocks != units for each in self.stored[1:]) or (group % count and not words.down):
+            return None
+        operations, groups = self.operations(), box_shape(chunk)[-1] // group
+        # Words of a group each, or all words of a row, which belong to rows of groups.
+        of_codes, of_operand = ((1, groups, group), (count, groups, 1)) if words.down else ((group // count, 1), (1, 1))
+        casts = [*itertools.takewhile(lambda step: step == Convert(step.dtype) and step.dtype in _FLOATS, steps)]
+        done = *(each[1:] for each in operations), *(("", cast.dtype) for cast in casts or [Convert(self.dtype)])
+        with contextlib.ExitStack() as stack:
+            operands: list[np.ndarray] = []
+            for index, *_ in operations:
+                read = self.stored[index].numbers(needed[index], arrays[index], self.dtype, workspace)
+                covered, numbers = stack.enter_context(read)
+                operands.append(numbers[shift(coarse(chunk, units), covered)].reshape(-1, *of_operand))
+            values = decode(words, arrays[0].view(np.uint32).reshape(-1, *of_codes), operands, done, workspace)
+        return None if values is None else (values.reshape(box_shape(chunk)), steps[len(casts) :])
 
     def _checked(self, groups: np.ndarray, axis: int, name: str) -> np.ndarray:
         """The groups, empty if they are ranges. Raises CheckpointError for a group that does not exist."""
@@ -272,10 +302,11 @@ def floats(dtype: np.dtype[Any]) -> Unpack:
     return unpack
 
 
-def integers(bits: int, offset: int = 0) -> Unpack:
+def integers(bits: int, offset: int = 0) -> Words:
     """Unsigned integers along the last axis, the first in the lowest bits; `offset` is added."""
     codes = np.arange(256)[:, None] >> np.arange(0, 8, bits)
-    return lookup((codes % (1 << bits) + offset).astype(np.float32))
+    unpack = lookup((codes % (1 << bits) + offset).astype(np.float32))
+    return Words(bits, tuple(range(0, WORD, bits)), unpack, offset)
 
 
 def integers_down(bits: int, offset: int = 0, plus: int = 0, order: Sequence[int] = ()) -> Unpack:

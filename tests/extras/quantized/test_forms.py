@@ -142,6 +142,60 @@ def test_every_scale_of_float16(normal: bool, dtype: Any, tmp_path: Path) -> Non
         same(found, exact.astype(np.float16).astype(dtype))
 
 
+def loaded(tensor: Any, mesh: Mesh, spec: Any) -> tuple[np.ndarray, int]:
+    """Its values as a load has them that compiles from the first number on, and how many results programs wrote."""
+    model = lm.build_abstract(lambda: {"w": jnp.zeros(tensor.shape, tensor.dtype)}).shard(mesh, {"w": spec})
+    with buffer_sizes(compiles=0, pays=0), pytest.MonkeyPatch.context() as patch:
+        results: list[Any] = []
+        whole = np.from_dlpack
+        patch.setattr(np, "from_dlpack", lambda result: (results.append(result), whole(result))[1])
+        return np.asarray(model.materialize({"w": tensor})["w"]), len(results)
+
+
+COMPILED = ["gptq", "gptq-bf16", "gptq-v2", "awq", "auto-round-v2", "nf4", "nf4-nested", "fp4", "pack-4", "pack-4-zero"]
+COMPILED += ["mlx-1", "mlx-2", "mlx-4", "mlx-8", "mlx-f16", "mlx-f16-small", "gptq-v2 odd"]
+
+
+@pytest.mark.parametrize("form", [*COMPILED, "gptq-order", "nf4 odd", "mlx-3", "mlx-f32"])
+def test_programs_decode_as_numpy_does(form: str, checkpoints: Any, mesh42: Mesh) -> None:
+    """Whole groups; all others are left to NumPy."""
+    tensor, array = (each[NAME] for each in checkpoints[form])
+    box = tuple(slice(0, extent // 8 * 8) for extent in array.shape)
+    axes, used = mesh42.axis_names, 0
+    for spec in (P(), P(axes[0]), P(None, axes)):
+        for dtype in (array.dtype, np.dtype(np.float32)):
+            found, programs = loaded(tensor[box].astype(dtype), mesh42, spec)
+            same(found, array[box].astype(dtype))
+            used += programs
+    assert (used > 0) == (form in COMPILED)
+
+
+@pytest.mark.parametrize("kind", [np.dtype(np.float16), quantized.BF16])
+@pytest.mark.parametrize("dtype", [np.dtype(np.float16), quantized.BF16, np.dtype(np.float32)])
+@pytest.mark.parametrize("every", [False, True])
+def test_programs_round_as_numpy_does(kind: Any, dtype: Any, every: bool, tmp_path: Path, mesh8: Mesh) -> None:
+    """With scales that programs are used for, and, then by NumPy, with any, also infinities and NaN."""
+    scale = np.arange(1 << 16, dtype=np.uint16).view(kind)
+    sizes = np.abs(scale.astype(np.float32))
+    scale = (scale if every else scale[(sizes == 0) | ((sizes >= 2.0**-60) & (sizes <= 2.0**60))])[::5]
+    scale = scale[: scale.size // 8 * 8, None]
+    codes = np.broadcast_to(np.arange(-8, 8), (scale.size, 16))
+    parts = {
+        "weight_packed": quantized.pack(codes + 8, 4, 1),
+        "weight_scale": scale,
+        "weight_shape": np.array(codes.shape, np.int64),
+    }
+    config = quantized.groups("pack-quantized", num_bits=4, strategy="group", group_size=16, symmetric=True, type="int")
+    form = quantized.Form(config, lambda *_: (parts, codes), dtype)
+    stored = {f"m.{name}": part for name, part in parts.items()}
+    with lm.open_checkpoint(write_folder(tmp_path / "folder", quantized.settings(form), stored)) as checkpoint:
+        found, programs = loaded(checkpoint["m.weight"], mesh8, P("model"))
+        with np.errstate(all="ignore"):
+            exact = codes.astype(np.float32) * scale.astype(np.float32)
+            same(found, exact.astype(kind).astype(dtype))
+        assert every or programs
+
+
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
     """Experts as GPT-OSS has them: blocks of 4-bit floats, transposed. Every byte there is, and every scale but the one
