@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import jax
 
@@ -60,6 +60,8 @@ class SyncClient(Sync):
         >>> bool((sampler["up"]["kernel"] == model["up"]["kernel"]).all())
         True
     """
+
+    _words: ClassVar = ("crosses", "goes on")
 
     @without_mesh()
     def __init__(

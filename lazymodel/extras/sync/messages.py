@@ -50,15 +50,18 @@ class Channel:
     def to(cls, address: str, token: str | None, seconds: float) -> Self:
         """A channel to the server at an address."""
         try:
-            channel = cls(
-                socket.create_connection(host_and_port(address), seconds), seconds, f"the trainer at {address}"
-            )
+            connected = socket.create_connection(host_and_port(address), seconds)
         except OSError as error:
             raise SyncError(
                 f"cannot reach a trainer at {address}: {error}. Start lm.SyncServer there first, and check the address"
             ) from error
-        nonce = str(channel.receive().get("nonce"))
-        channel.send({"proof": _proof(token or "", nonce), "protocol": PROTOCOL, "jax": jax.__version__})
+        channel = cls(connected, seconds, f"the trainer at {address}")
+        try:
+            nonce = str(channel.receive().get("nonce"))
+            channel.send({"proof": _proof(token or "", nonce), "protocol": PROTOCOL, "jax": jax.__version__})
+        except BaseException:
+            channel.close()
+            raise
         return channel
 
     def admit(self, token: str | None) -> None:

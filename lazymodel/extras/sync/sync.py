@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -96,6 +96,8 @@ class Sync(Tabled):
         >>> bool((np.asarray(sampler["up"]["kernel"]) == np.asarray(model["up"]["kernel"])).all())
         True
     """
+
+    _words: ClassVar = ("moves", "stays")
 
     @without_mesh()
     def __init__(
@@ -287,7 +289,8 @@ class Sync(Tabled):
         title = f"sync: {plural(len(self._names), 'variable')}, {format_bytes(nbytes)}"
         columns = (
             *(Column.names("variable"), Column("shape"), Column("dtype"), Column("trainer → sampler")),
-            *(Column.nbytes("moves"), Column.nbytes("stays"), Column.notes("how")),
+            *map(Column.nbytes, self._words),
+            Column.notes("how"),
         )
         rows: list[Any] = []
         for path, names in self._names.items():
@@ -301,8 +304,9 @@ class Sync(Tabled):
             cells = shape_text(variable.shape), variable.dtype.name, sharding
             rows.append((path, *cells, *self._travels[path], ", ".join(how)))
         kept = [path for path in self._wanted if path not in written]
+        all_of = zip((self.moved_nbytes, self.kept_nbytes), self._words, strict=True)
         lines = [
-            f"{format_bytes(self.moved_nbytes)} move between devices, {format_bytes(self.kept_nbytes)} stay; values of "
+            f"in all: {', '.join(f'{format_bytes(nbytes)} {word}' for nbytes, word in all_of)}; values of "
             f"{format_bytes(self.computed_nbytes)} are computed",
             f"{plural(self.num_groups, 'group')}, {plural(len(self.compiled), 'program')}; most loaded device: "
             f"{format_bytes(self.peak_nbytes)} at the peak",

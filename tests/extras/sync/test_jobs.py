@@ -44,6 +44,21 @@ def server(trainer: Any) -> Iterator[lm.SyncServer]:
         yield server
 
 
+@pytest.fixture(autouse=True)
+def _clients(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every client is closed at the end of a test."""
+    connect, made = lm.SyncClient._connect, list[lm.SyncClient]()
+
+    def noted(self: lm.SyncClient, *args: Any) -> Any:
+        made.append(self)
+        return connect(self, *args)
+
+    monkeypatch.setattr(lm.SyncClient, "_connect", noted)
+    yield
+    for client in made:
+        client.close()
+
+
 def crossed(sync: lm.SyncClient, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bytes of what a client fetches from now on, added up."""
     fetch, total = sync._fetch, [0]
