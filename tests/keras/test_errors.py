@@ -111,7 +111,10 @@ PRESETS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "no shard": (lambda folder: sorted(folder.glob("model_*.h5"))[1].unlink(), ["model_00001.weights.h5"]),
 }
 FOLDERS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
-    "a pickle": (pickled, ["pytorch_model.bin: expected the zip archive", "found a pickle alone", "save_file("]),
+    "a pickle": (
+        pickled,
+        ["pytorch_model.bin: expected the zip archive", "found a pickle alone", "torch.save(torch.load("],
+    ),
     "no shard": (lambda folder: (folder / SHARD).unlink(), [SHARD]),
     "truncated": (cut(SHARD, -100), [SHARD, "truncated"]),
     "LFS pointer": (lambda folder: (folder / SHARD).write_text(LFS_POINTER), [SHARD, "LFS"]),

@@ -118,7 +118,7 @@ def refused(folder: str) -> str:
         (lambda stored, _: stored.update({f"{Q}.g_idx": np.zeros(64, np.int32)}), f"'{Q}.g_idx' (int32)"),
         (lambda stored, _: stored.update({f"{Q}.weight_scale_inv": np.ones((4, 4), np.float32)}), "block of [24, 16]"),
         (lambda _, config: config.update(modules_to_not_convert=["self_attn.q_proj"]), "as not converted"),
-        (lambda _, config: config.update(quant_method="quark"), "quantized with 'quark'"),
+        (lambda _, config: config.update(quant_method="sparse"), "quantized with 'sparse'"),
     ],
 )
 def test_what_is_not_understood_is_refused(change: Any, words: str, tmp_path: Path) -> None:

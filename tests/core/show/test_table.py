@@ -253,6 +253,8 @@ def reports(mesh: Mesh, folder: Path) -> dict[type, Any]:
         loads[0].timeline,
         reshards[0],
         lm.Sync(sharded, model),
+        lm.digest(model),
+        lm.digest(model).diff(lm.digest(jax.tree.map(jnp.negative, model))),
         lm.statistics(model),
         runs[0],
         signals,
@@ -260,6 +262,8 @@ def reports(mesh: Mesh, folder: Path) -> dict[type, Any]:
         lm.mup(abstract, lm.build_abstract(init, jax.random.key(0), 32)),
         lm.CoordinateCheck(sizes, sizes),
     ]
+    with lm.SyncServer(sharded) as server, lm.SyncClient(server.address, sharded) as client:
+        found.append(client)
     return {type(each): each for each in found}
 
 

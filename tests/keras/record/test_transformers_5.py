@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import keras_hub
@@ -233,7 +233,8 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """The folders of the tests that run."""
     pytest.importorskip("transformers", reason="needs transformers and torch, which make the original models")
     out = tmp_path_factory.mktemp("transformers_5")
-    items: list[Any] = [item for item in request.session.items if "made" in getattr(item, "fixturenames", ())]
+    own: list[Any] = [item for item in request.session.items if cast(Any, item).module is request.module]
+    items = [item for item in own if "made" in item.fixturenames]
     transformers_folders.write_all(out, list(dict.fromkeys(item.callspec.params["name"] for item in items)))
     return out
 
