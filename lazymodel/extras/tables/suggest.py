@@ -14,7 +14,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 from lazymodel._abstract.variable import OPTIMIZER
@@ -29,13 +29,15 @@ _CAPTURES: dict[str, str] = {"h": "layer", "resblocks": "block", "branches": "br
 # Phrases, replaced before names are split. The norms of a block are named by the part before or after them.
 _PHRASES = (
     (r"c_attn|wqkv|qkv(_proj|_einsum)?|query_key_value|in_proj", "query key value attention"),
-    (r"kv_(einsum|proj)", "key value attention"),
+    (r"kv(_einsum|_proj|(?=[/.]))", "key value attention"),
     (r"gate_up(_proj)?|gating_einsum", "gate up mlp"),
     (r"gate_?proj", "gate mlp"),
     (r"attn_vec(_einsum)?|c_proj|out_proj|o_proj|wo|resid_proj", "out"),
     (r"embed_tokens|wte|tok_embeddings?|word_embeddings?|token_embed(ding|der)?s?|input_embeddings?", "token embed"),
     (r"(absolute_)?pos(ition)?(al)?_?(embed(ding)?s?)|wpe", "position embed"),
     (r"token_type_embeddings?|segment(s|_embeddings?)?", "segment embed"),
+    (r"dense_h_to_4h", "mlp up"),
+    (r"dense_4h_to_h", "mlp down"),
     (r"lm_head|unembed(ding)?|embed_out", "head"),
     (r"(input|attention|attn|pre_attention|self_attn)_(layer_?)?norm|(ln|norm|layer_?norm)_?1", "pre attention norm"),
     (r"(pre_(feed_?forward|ffw|ffn|mlp)|ffn|ffw|mlp)_(layer_?)?norm|(ln|norm|layer_?norm)_?2", "pre mlp norm"),
@@ -88,6 +90,10 @@ class _Family:
     kind: str  # weight, bias, mean or variance
     words: frozenset[str]  # normalized as in this module
     spelled: frozenset[str]  # as spelled
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape) * len(self.indexes)
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -209,26 +215,34 @@ class _Arrangement:
     before: _Groups
     after: _Groups
     ones: tuple[int, int] = (0, 0)  # leading axes of size 1 that either has besides
+    joined: int | None = None  # the axis along which tensors were joined, if the first of `before` is that of the parts
 
     @property
     def order(self) -> tuple[int, ...] | None:
         """The order of the tensor's axes, if none is split or merged."""
-        if any(self.ones) or any(len(group) != 1 for group in (*self.before, *self.after)):
+        if self.joined is not None or any(self.ones) or any(len(group) != 1 for group in (*self.before, *self.after)):
             return None
         return tuple(self.before.index(group) for group in self.after)
 
     @property
     def of_matrix(self) -> bool:
         """Returns True if the tensor has two axes, without leading ones of size 1."""
-        return len(self.before) == 2
+        return len(self._of_tensor) == 2
+
+    @property
+    def _of_tensor(self) -> _Groups:
+        return self.before if self.joined is None else self.before[1:]
 
     def add(self, source: From, v: _Family, shape: _Shape) -> From:
         """The source with the steps of this arrangement added."""
         if (order := self.order) is None:
-            names = self._names(v)
+            names, before = self._names(v), self.before
+            if self.joined is not None:
+                names[before[0][0]] = "parts"
+                before = tuple((before[0] if n == self.joined else ()) + g for n, g in enumerate(self._of_tensor))
             sides = [
                 " ".join(["1"] * ones + [_group([names[axis] for axis in group]) for group in side])
-                for ones, side in zip(self.ones, (self.before, self.after), strict=True)
+                for ones, side in zip(self.ones, (before, self.after), strict=True)
             ]
             # Axes that are merged in the variable cannot be separated again without their sizes.
             known = {
@@ -247,7 +261,7 @@ class _Arrangement:
         wide = [group for group in (*self.before, *self.after) if len(group) > 1]
         if len(wide) == 1 and v.words & {"query", "key", "value", "out", "attention"} and len(wide[0]) in (2, 3):
             called = dict(zip(wide[0], ("parts", "heads", "dim")[-len(wide[0]) :], strict=True))
-            if axes - len(called) <= 1:
+            if axes - len(called) <= 1 + (self.joined is not None):
                 return [called.get(axis, "model") for axis in range(axes)]
         return [chr(ord("a") + axis) for axis in range(axes)]
 
@@ -256,8 +270,8 @@ class _Arrangement:
 
         A kernel's last axis is; heads of queries, keys and values are; heads of the output projection are not.
         """
-        first = self.before[0]
-        heads = next((group for group in self.before if len(group) > 1), None)
+        first = self._of_tensor[0]
+        heads = next((group for group in self._of_tensor if len(group) > 1), None)
         if heads is not None and v.words & {"query", "key", "value"}:
             return first == heads
         if heads is not None and "out" in v.words:
@@ -303,6 +317,12 @@ def _arrangements(shape: _Shape, target: _Shape) -> list[_Arrangement]:
         if all(math.prod(fine[axis] for axis in group) == size for group, size in zip(groups, coarse, strict=True)):
             found.append(_Arrangement(groups, single) if split else _Arrangement(single, groups))
     return found
+
+
+def _arrangements_of_parts(shapes: Sequence[_Shape], axis: int, target: _Shape) -> list[_Arrangement]:
+    """Every arrangement of tensors of one shape, joined along an axis, as a variable with an axis of the parts."""
+    found = _arrangements((len(shapes), *shapes[0]), target) if len(set(shapes)) == 1 else []
+    return [dataclasses.replace(each, joined=axis) for each in found if each.before[0] in each.after]
 
 
 _PADDING = 8  # a vocabulary is padded by less than this part of it
@@ -445,7 +465,11 @@ class _Matcher:
 
     def match_one_to_one(self, kinds: set[str]) -> None:
         """Matches families one to one, with the best total score; biases follow their kernels, matched before."""
-        ours, theirs = ([f for f in some if f.kind in kinds] for some in (self.ours, self.theirs))
+        kept = {
+            *self._fused(self.ours, self.theirs, _ways),
+            *self._fused(self.theirs, self.ours, lambda t, v: _ways(v, t)),
+        }
+        ours, theirs = ([f for f in some if f.kind in kinds and f not in kept] for some in (self.ours, self.theirs))
         scores, pairs = self._assigned(ours, theirs)
         votes = Counter[bool]()  # how many kernels are (out, in), from unambiguous shapes
         for v, t in ((ours[row], theirs[column]) for row, column in pairs if "weight" in kinds):
@@ -492,7 +516,10 @@ class _Matcher:
                 continue
             layers = [t.shape[found[0].axis] if found[0].taken else 1 for _, found in members]
             sizes = [math.prod(found[0].target) * n for n, (_, found) in zip(layers, members, strict=True)]
-            for axis in range(len(t.shape)) if self._out_first else reversed(range(len(t.shape))):
+            axes = range(len(t.shape)) if self._out_first else reversed(range(len(t.shape)))
+            for axis in sorted(
+                axes, key=lambda axis: t.shape[axis] != len(members)
+            ):  # an axis of the parts alone first
                 rest = max(math.prod(t.shape) // max(t.shape[axis], 1), 1)
                 extents = [size // rest for size in sizes]
                 parts = [(*t.shape[:axis], extent, *t.shape[axis + 1 :]) for extent in extents]
@@ -500,7 +527,8 @@ class _Matcher:
                 fit = all(_arrangements(way.layer(part), way.target) for part, way in zip(parts, ways, strict=True))
                 if sum(extents) == t.shape[axis] and fit:
                     of = len(extents) if len(set(extents)) == 1 else extents
-                    why = f"taken to be {', '.join(t.roles)} one after the other; some models interleave them by head"
+                    why = f"taken to be {', '.join(t.roles)} one after the other; some models interleave them"
+                    why += " by head" * ("query" in t.roles or "key" in t.roles)
                     for index, (v, _) in enumerate(members):
                         self._add(v, [t], parts[index], why, part=(index, of, axis))
                     self.ours = [v for v in self.ours if all(v is not member for member, _ in members)]
@@ -514,11 +542,10 @@ class _Matcher:
             tensors = [t for t, _ in members or ()]
             if not tensors or any(t.indexes != tensors[0].indexes for t in tensors):
                 continue
-            axis = self._joining_axis(tensors[0])
-            shape = list(tensors[0].shape)
-            shape[axis] = sum(t.shape[axis] for t in tensors)
-            if any(_arrangements(way.layer(tuple(shape)), way.target) for way in _ways(v, tensors[0])):
-                self._add(v, tensors, tuple(shape), f"joined in the order {', '.join(v.roles)}")
+            if fitting := self._fitting(v, tensors, tensors[0].shape):
+                why = f"joined in the order {', '.join(v.roles)}"
+                whole = fitting[0][2][0].joined is None
+                self._add(v, tensors, tensors[0].shape, why + "; some models interleave them" * whole)
                 self.ours.remove(v)
                 self.theirs = [t for t in self.theirs if t not in tensors]
 
@@ -556,8 +583,40 @@ class _Matcher:
             members.append(max(fit, key=lambda one: self._shared(one[0], fused)))
         return members
 
-    def _joining_axis(self, t: _Family) -> int:
-        return 0 if self._out_first else len(t.shape) - 1
+    def _fused(
+        self, some: list[_Family], others: list[_Family], ways: Callable[[_Family, _Family], list[_Way]]
+    ) -> Iterator[_Family]:
+        """Fused weights, and others that have as many elements together: those are not matched one to one."""
+        for fused in [f for f in some if len(f.roles) > 1]:
+            members = [f for f, _ in self._of_roles(fused, [(f, ways(fused, f)) for f in others]) or ()]
+            alone = (f for f in others if (f.roles, f.kind, f.elements) == (fused.roles, fused.kind, fused.elements))
+            if sum(f.elements for f in members) == fused.elements and next(alone, None) is None:
+                yield from (fused, *members)
+
+    def _joining_axis(self, tensors: Sequence[_Family], way: _Way) -> int:
+        """The axis of layers along which tensors are joined: the one in which they differ, or that of outputs."""
+        sizes = [set(each) for each in zip(*(way.layer(t.shape) for t in tensors), strict=False)]
+        usual = 0 if self._out_first or tensors[0].kind == "bias" else min(1, len(sizes) - 1)
+        return next((axis for axis, each in enumerate(sizes) if len(each) > 1), usual)
+
+    def _fitting(
+        self, v: _Family, tensors: Sequence[_Family], shape: _Shape
+    ) -> list[tuple[_Way, _Shape, list[_Arrangement]]]:
+        """Ways to make a variable of a tensor of this shape, or of several, each with what is arranged."""
+        fitting: list[tuple[_Way, _Shape, list[_Arrangement]]] = []
+        for way in _ways(v, tensors[0]):
+            layer = way.layer(shape)
+            if len(tensors) > 1 and layer:
+                axis, layers = self._joining_axis(tensors, way), [way.layer(t.shape) for t in tensors]
+                if found := _arrangements_of_parts(layers, axis, way.target):
+                    fitting.append((way, (len(layers), *layer), found))
+                    continue
+                if any((*each[:axis], *each[axis + 1 :]) != (*layer[:axis], *layer[axis + 1 :]) for each in layers):
+                    continue
+                layer = (*layer[:axis], sum(each[axis] for each in layers), *layer[axis + 1 :])
+            if found := _arrangements(layer, way.target):
+                fitting.append((way, layer, found))
+        return fitting
 
     def _shared(self, v: _Family, t: _Family) -> float:
         """The weighted share of words that two names have in common."""
@@ -570,7 +629,7 @@ class _Matcher:
 
     def _score(self, v: _Family, t: _Family) -> float:
         """The likelihood of a match: 0 if impossible, up to 1, and more if the layer was matched before."""
-        if v.kind != t.kind or math.prod(v.shape) * len(v.indexes) != math.prod(t.shape) * len(t.indexes):
+        if v.kind != t.kind or v.elements != t.elements:
             return 0.0
         found = [a for way in _ways(v, t) for a in _arrangements(way.layer(t.shape), way.target)]
         if not found:
@@ -592,10 +651,8 @@ class _Matcher:
         tied: bool = False,
     ) -> None:
         """Adds an entry: the variable from these tensors, or from a part of one, which then has this shape."""
-        ways = _ways(v, tensors[0])
-        fitting = [(way, found) for way in ways if (found := _arrangements(way.layer(shape), way.target))]
-        way, found = fitting[0]
-        shape = way.layer(shape)
+        fitting = self._fitting(v, tensors, shape)
+        way, shape, found = fitting[0]
         # Tables of tokens as they are, kernels like most kernels of this checkpoint.
         matrix = found[0].of_matrix
         usual = "embed" in v.words or not matrix
@@ -609,8 +666,10 @@ class _Matcher:
         if len(fitting) > 1:
             reasons.append("its indexes could be exchanged")
         names = [tensor.template(way.captures) for tensor in tensors]
-        source, axis = From(*names), self._joining_axis(tensors[0])
+        source = From(*names)
         if len(tensors) > 1:
+            axis = self._joining_axis(tensors, way)
+            axis += bool(way.taken) and way.axis <= axis
             source = From(*names, axis=axis, sizes=[tensor.shape[axis] for tensor in tensors])
         source = source if part is None else source.part(*part)
         source = chosen.add(source.take(way.taken, way.axis) if way.taken else source, v, shape)

@@ -138,6 +138,76 @@ def test_fused_tensors_are_cut_for_a_model_with_stacked_layers() -> None:
     assert str(found).endswith(f"{left}# No variable was found for:\n#   'pooler.weight' [7, 5]")
 
 
+def fused(parts: list[np.ndarray], axes: tuple[int, ...], shape: tuple[int, ...]) -> np.ndarray:
+    return np.transpose(np.stack(parts), axes).reshape(shape)
+
+
+@pytest.mark.parametrize(
+    ("path", "words", "shape", "axes"),
+    [
+        ("mlp/gate_up/kernel", ("gate", "up"), (24, 80), (2, 0, 1)),
+        ("mlp/gating_einsum", ("gate", "up"), (2, 24, 40), (0, 2, 1)),
+        ("mlp/gate_up/kernel", ("gate", "up"), (24, 2, 40), (2, 0, 1)),
+        ("mlp/gate_up/kernel", ("gate", "up"), (24, 40, 2), (2, 1, 0)),
+        ("attn/qkv/kernel", ("q", "k", "v"), (24, 3, 5, 8), (2, 0, 1)),
+        ("attn/qkv_einsum/w", ("q", "k", "v"), (3, 24, 5, 8), (0, 2, 1)),
+        ("attn/qkv/kernel", ("q", "k", "v"), (24, 120), (2, 0, 1)),
+    ],
+)
+def test_parts_are_joined_and_cut(
+    path: str, words: tuple[str, ...], shape: tuple[int, ...], axes: tuple[int, ...], tmp_path: Path
+) -> None:
+    """With an axis of the parts anywhere or without; both tables load bit for bit, and nothing is matched alone."""
+    rng = np.random.default_rng(0)
+    names = [f"{'mlp' if len(words) == 2 else 'self_attn'}.{word}_proj.weight" for word in words]
+    apart = {
+        f"layers.{layer}.{name}": rng.random((40, 24), "float32")
+        for layer in range(2)
+        for name in (*names, "mlp.down_proj.weight")
+    }
+    for layer in range(2):
+        apart[f"layers.{layer}.mlp.down_proj.weight"] = rng.random((24, 40), "float32")
+    save_file(apart, tmp_path / "apart.safetensors")
+    joined = {
+        f"layers/{layer}/{path}": fused([apart[f"layers.{layer}.{name}"] for name in names], axes, shape)
+        for layer in range(2)
+    }
+    down = {f"layers/{layer}/mlp/linear": apart[f"layers.{layer}.mlp.down_proj.weight"].T for layer in range(2)}
+    model = model_of({path: value.shape for path, value in (joined | down).items()})
+    with lm.open_checkpoint(tmp_path / "apart.safetensors") as checkpoint:
+        table = WeightMap.suggest(checkpoint, model)
+        assert f"joined in the order {'gate, up' if len(words) == 2 else 'query, key, value'}" in str(table)
+        assert ("some models interleave them" in str(table)) == (len(shape) == 2)
+        loaded = model.materialize(lm.map_checkpoint(checkpoint, table, model))
+        for name, value in (joined | down).items():
+            np.testing.assert_array_equal(loaded[name], value, err_msg=name)
+        lm.save(loaded, tmp_path / "again.safetensors", mapping=table)
+        with lm.open_checkpoint(tmp_path / "again.safetensors") as again:
+            assert set(again) == set(apart)
+            assert all(np.array_equal(np.asarray(again[name]), apart[name]) for name in apart)
+    parts = model_of(
+        {name.replace(".", "/").replace("weight", "kernel"): value.shape[::-1] for name, value in apart.items()}
+    )
+    stored = {**joined, **{name.replace("linear", "down/kernel"): value for name, value in down.items()}}
+    found = lm.map_checkpoint(stored, WeightMap.suggest(stored, parts), parts)
+    for name, value in apart.items():
+        at = name.replace(".", "/").replace("weight", "kernel")
+        np.testing.assert_array_equal(np.asarray(found[at]), value.T, err_msg=at)
+
+
+def test_unequal_parts_with_heads_are_joined_along_them() -> None:
+    rng = np.random.default_rng(0)
+    heads = {"q_proj": 4, "k_proj": 2, "v_proj": 2}
+    stored = {
+        f"layers/{n}/attn/{w}/kernel": rng.random((24, h, 8), "float32") for n in range(2) for w, h in heads.items()
+    }
+    model = model_of({f"blocks/{n}/attention/qkv/kernel": (24, 64) for n in range(2)})
+    found = lm.map_checkpoint(stored, WeightMap.suggest(stored, model), model)
+    for n in range(2):
+        whole = np.concatenate([stored[f"layers/{n}/attn/{word}/kernel"] for word in heads], 1).reshape(24, 64)
+        np.testing.assert_array_equal(np.asarray(found[f"blocks/{n}/attention/qkv/kernel"]), whole)
+
+
 def test_a_table_between_two_models() -> None:
     def stacked() -> dict[str, Any]:
         attention = {"q_proj": jnp.ones((3, 24, 4, 8)), "kv_proj": jnp.ones((3, 24, 32)) * jnp.arange(32)}
