@@ -107,6 +107,8 @@ class SyncClient(Sync):
             )
         self._trainers = [channels[process] for process in sorted(channels)]
         self._processes = sorted(channels)
+        self._transfers = transfers(self._trainers[0].host)
+        self._links = [self._transfers.connect(found[process]["transfers"]) for process in self._processes]
         return variables_of(first)
 
     def _grouped(self, moves: Sequence[Move], placed: Mapping[str, Struct], limit: int, *, reuse: bool) -> list[Group]:
@@ -152,15 +154,9 @@ class SyncClient(Sync):
                 order = device_order(cast(Any, placed[group.sources[0]].sharding))
                 senders = [device.process_index for device in order]
                 self._pulls[id(program)] = Pull(len(self._pulls), program, senders, group.sources)
-        self._links: list[Any] = []
-        if not self._pulls:
-            return
-        self._transfers = transfers(self._trainers[0].host)
         for process, channel in zip(self._processes, self._trainers, strict=True):
-            programs = [
-                {"exchanges": packed(pull.cut_by(process)), "sources": pull.sources} for pull in self._pulls.values()
-            ]
-            self._links.append(self._transfers.connect(channel.ask({"do": "plan", "programs": programs})["transfers"]))
+            for pull in self._pulls.values():  # one by one: each is compiled there
+                channel.ask({"do": "plan", "exchanges": packed(pull.cut_by(process)), "sources": pull.sources})
 
     @without_mesh()
     def pull(self, *, into: Any, donate: bool = True, after: int = 0, wait: float | None = None) -> Any:

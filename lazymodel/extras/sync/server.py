@@ -57,7 +57,7 @@ class SyncServer:
 
     Attributes:
         address: Where it listens, `"host:port"`.
-        version: How many versions were published.
+        version: How often `publish` was called.
 
     Raises:
         LazyModelError: The address, or a missing token.
@@ -183,8 +183,8 @@ class SyncServer:
                 device.process_index for each in self._own.values() for device in device_order(cast(Any, each.sharding))
             }
             where = {"process": jax.process_index(), "processes": sorted(processes)}
-            channel.send(self._description | where)
             sampler = _Sampler(self, channel)
+            channel.send(self._description | where | {"transfers": sampler.address})
             while True:
                 # Between two versions a sampler may be silent as long as it likes.
                 request = channel.receive(patient=sampler.version is None)
@@ -235,6 +235,7 @@ class _Sampler:
 
     def __init__(self, server: SyncServer, channel: Channel) -> None:
         self._server, self._transfers = server, transfers(channel.host)
+        self.address = self._transfers.address()
         self._cuts: list[_Cut | None] = []
         self.version: int | None = None
 
@@ -242,8 +243,8 @@ class _Sampler:
         """Does what a sampler asks for."""
         match request["do"]:
             case "plan":
-                self._cuts = [self._cut(each["exchanges"], each["sources"]) for each in request["programs"]]
-                return {"transfers": self._transfers.address()}
+                self._cuts.append(self._cut(request["exchanges"], request["sources"]))
+                return {}
             case "take":
                 self.release()
                 seconds = min(float(request["seconds"]), self._server.timeout)

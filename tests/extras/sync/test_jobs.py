@@ -265,10 +265,7 @@ def test_requests_that_no_client_makes(trainer: Any, server: Any) -> None:
         {"do": "nothing"},
         {},
         {"do": "send", "program": 7, "sources": [], "verify": False},
-        {
-            "do": "plan",
-            "programs": [{"exchanges": [[[[0, 0]], [[0, [[], [], "x", []], [], [], []]]]], "sources": ["up"]}],
-        },
+        {"do": "plan", "exchanges": [[[[0, 0]], [[0, [[], [], "x", []], [], [], []]]]], "sources": ["up"]},
     ):
         sync = lm.SyncClient(server.address, sampler)
         with pytest.raises(lm.SyncError):
