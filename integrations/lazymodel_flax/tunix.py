@@ -118,7 +118,7 @@ def from_key_mapping(
     tensors = given_tensors(checkpoint)
     paths = model if isinstance(model, ModelSpec) else given_checkpoint(model)
     values, unused = _values(key_mapping, tensors, paths, preprocess_fn)
-    entries, left = recorded(values, tensors)
+    entries, left = recorded(values, tensors, paths)
     if left:
         raise LazyModelError(
             f"no entry of a WeightMap makes {listed(map(repr, left))} as the table and preprocess_fn do; "

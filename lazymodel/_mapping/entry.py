@@ -265,6 +265,12 @@ class From:
         """
         return self._then(read_only=True)
 
+    def with_names(self, names: Sequence[str]) -> From:
+        """The same of tensors with other names, or with captures in them."""
+        other = copy.copy(self)
+        other._templates = tuple(map(Template, names))
+        return other
+
     def __repr__(self) -> str:
         names = ", ".join(map(repr, self.names))
         joined = f", axis={self._axis}" if len(self._templates) > 1 else ""

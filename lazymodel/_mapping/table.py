@@ -178,7 +178,8 @@ class WeightMap:
         """The table of what an abstract model loads its variables from, as its loader read them; nothing is read.
 
         `lazymodel_keras.abstract_from_preset` returns such a model: of a Hugging Face folder, this is the table of
-        KerasHub's converter. `str` of it ends with the variables for which there is no entry, such as sums of tensors.
+        KerasHub's converter, one entry for layers that are alike. `str` of it ends with the variables for which there
+        is no entry, such as sums of tensors.
 
         Args:
             abstract: The abstract model.
@@ -186,14 +187,15 @@ class WeightMap:
         Raises:
             LazyModelError: It is not one, or it loads no variables.
         """
-        entries, left = extra("recorded")(_abstract(abstract).sources, _abstract(abstract).framework.tensors())
+        values = {path: _abstract(abstract).sources.get(path) for path in abstract}
+        entries, left = extra("recorded")(values, _abstract(abstract).framework.tensors(), values)
         if not any(entries.values()):
             raise LazyModelError(
                 f"{_abstract(abstract).name} loads no variables by itself; lm.WeightMap.suggest(checkpoint, abstract) "
                 "proposes a table"
             )
         unused = [tensor.name for tensor in _abstract(abstract).unused]
-        mapping = WeightMap({path: entries.get(path) for path in abstract if path not in left}, ignore=unused)
+        mapping = WeightMap(entries, ignore=unused)
         mapping._notes = (("No entry makes", left),)
         return mapping
 

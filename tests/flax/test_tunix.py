@@ -103,7 +103,10 @@ def test_a_table_goes_both_ways(tmp_path: Path) -> None:
     tensors = huggingface()
     model = lm.build_abstract(Model, LAYERS, nnx.Rngs(0))
     table = tunix.from_key_mapping(TABLE, tensors, model, preprocess)
-    assert 'lm.From("text.layers.0.k_proj.weight", "text.layers.0.v_proj.weight", axis=0, sizes=(12, 12))' in str(table)
+    assert (
+        'lm.From("text.layers.{layer}.k_proj.weight", "text.layers.{layer}.v_proj.weight", axis=0, sizes=(12, 12))'
+        in str(table)
+    )
     report = table.check(tensors, model)
     assert report.ok and not report.one_way
     assert set(report.ignored) == {"lm_head.weight", *(f"text.layers.{n}.rotary.inv_freq" for n in range(LAYERS))}

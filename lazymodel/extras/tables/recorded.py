@@ -7,19 +7,28 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 
+from lazymodel._abstract.variable import Template
 from lazymodel._mapping.entry import From
+from lazymodel._show.text import grouped_by
 from lazymodel._tensors.lazy import ConcatenatedTensor, LazyTensor
 
+_NUMBER = re.compile(r"\{\w+\}|\d+(?=[/._]|$)")
 
-def recorded(values: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> tuple[dict[str, From | None], list[str]]:
+
+def recorded(
+    values: Mapping[str, Any], tensors: Mapping[str, LazyTensor], paths: Iterable[str]
+) -> tuple[dict[str, From | None], list[str]]:
     """The entry of each value, None for values of no tensor, and the paths of those that no entry can make.
 
-    `tensors` are those of the checkpoint; decoded ones may be views.
+    Equal entries of layers are one. `tensors` are those of the checkpoint; decoded ones may be views. `paths` are all
+    of the model.
     """
     entries: dict[str, From | None] = {}
     left: list[str] = []
@@ -35,7 +44,48 @@ def recorded(values: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> tu
             place = repr(entry) if ".part" in repr(entry) else entry.names[0]
             entries[path] = entry.unsaved() if place in written else entry
             written.add(place)
-    return entries, left
+    return _folded(entries, [*paths]), left
+
+
+def _folded(entries: dict[str, From | None], paths: list[str]) -> dict[str, From | None]:
+    """The entries, with one in place of those that differ in a number of the path and of tensors' names alone."""
+    matched = {path: {path} for path in entries}
+    for column in range(max((len(_NUMBER.findall(path)) for path in entries), default=0)):
+        found: dict[str, From | None] = {}
+        for around, group in grouped_by(entries, partial(_around, column)).items():
+            path, entry = _as_one(around, {path: entries[path] for path in group}) if len(group) > 1 else ("", None)
+            own = set[str]().union(*(matched[each] for each in group))
+            if path and {each for each in paths if Template(path).match(each) is not None} == own:
+                found[path], matched[path] = entry, own
+            else:
+                found |= {each: entries[each] for each in group}
+        entries = found
+    return entries
+
+
+def _around(column: int, path: str) -> tuple[str, ...]:
+    """The text before and after a number of a path; the path if it has no such number."""
+    match = next(itertools.islice(_NUMBER.finditer(path), column, None), None)
+    return (path,) if match is None or match[0][0] == "{" else (path[: match.start()], path[match.end() :])
+
+
+def _as_one(around: tuple[str, ...], entries: dict[str, From | None]) -> tuple[str, From | None]:
+    """The path and the entry in place of several; no path if they differ in more than the number."""
+    word = re.findall(r"[A-Za-z]+|$", around[0].lower())[-2:][0].removesuffix("s") or "n"
+    capture = "{layer}" if word == "h" else f"{{{word}}}"
+    path, read = capture.join(around), [entry for entry in entries.values() if entry is not None]
+    if path.count(capture) > 1 or 0 < len(read) < len(entries):
+        return "", None
+    if not read:
+        return path, None
+    parts = ([re.split(r"(\d+)", name) for name in entry.names] for entry in read[:2])
+    pairs = (zip(*both, strict=False) for both in zip(*parts, strict=False))
+    one = read[0].with_names(["".join(mine if mine == other else capture for mine, other in pair) for pair in pairs])
+    for own, entry in zip(entries, read, strict=True):
+        number = own[len(around[0]) : len(own) - len(around[1])]
+        if repr(one.with_names([name.replace(capture, number) for name in one.names])) != repr(entry):
+            return "", None
+    return path, one
 
 
 class _Parts:
