@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -307,9 +307,21 @@ def test_independent_processes(trainers: int, samplers: tuple[int, ...], tmp_pat
     assert codes == [0] * len(arguments), printed(tmp_path, len(arguments))
 
 
-def started(role: str, folder: Path, *more: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(WORKER), role, "0", "1", "-", str(folder), "1", "1", *(more or ["1"])]
-    return subprocess.Popen(command, cwd=ROOT, env=child_environment() | {"JAX_PLATFORMS": "cpu"}, text=True)
+@pytest.fixture
+def started() -> Iterator[Callable[[str, Path], subprocess.Popen[str]]]:
+    """Starts a worker; none outlives the test."""
+    children: list[subprocess.Popen[str]] = []
+
+    def start(role: str, folder: Path) -> subprocess.Popen[str]:
+        command = [sys.executable, str(WORKER), role, "0", "1", "-", str(folder), "1", "1", "1"]
+        environment = child_environment() | {"JAX_PLATFORMS": "cpu"}
+        children.append(subprocess.Popen(command, cwd=ROOT, env=environment, text=True))
+        return children[-1]
+
+    yield start
+    for child in children:
+        child.kill()
+        child.wait()
 
 
 def values_of(sampling: Any) -> set[float]:
@@ -317,7 +329,7 @@ def values_of(sampling: Any) -> set[float]:
 
 
 @pytest.mark.large
-def test_a_trainer_that_is_killed(trainer: Any, tmp_path: Path) -> None:
+def test_a_trainer_that_is_killed(trainer: Any, started: Any, tmp_path: Path) -> None:
     """The sampler has one version, whole, or an error in time that says that it is to be made again."""
     sampler = model(TRAINER, FLOAT, mesh(jax.devices()[:8], 1, 8), {})
     lost = 0
@@ -345,7 +357,7 @@ def test_a_trainer_that_is_killed(trainer: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.large
-def test_samplers_that_are_killed(trainer: Any, server: Any, tmp_path: Path) -> None:
+def test_samplers_that_are_killed(trainer: Any, server: Any, started: Any, tmp_path: Path) -> None:
     """The trainer goes on, keeps nothing for them, and others get what they ask for."""
     (tmp_path / "trainer-0").write_text(server.address)
     live = trainer.materialize()
