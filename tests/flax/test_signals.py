@@ -43,7 +43,8 @@ def test_modules_of_nnx() -> None:
         lm.signals(abstract, lambda model, x: jnp.mean(model(x) ** 2), X, gradients=True),
         abstract.materialize(),
     )
-    assert sorted(found.activations) == sorted(f"blocks/{n}/{name}" for n in range(3) for name in ("linear", "norm"))
+    # In the order of operations; a block's output is the residual stream.
+    assert list(found.activations) == [f"blocks/{n}{name}" for n in range(3) for name in ("/norm", "/linear", "")]
 
     @nnx.jit  # operations one by one would be compiled one by one
     def outputs(model: Blocks, x: jax.Array) -> list[jax.Array]:
@@ -51,10 +52,13 @@ def test_modules_of_nnx() -> None:
         for block in model.blocks:
             outputs.append(block.linear(block.norm(x)))
             x = x + block.dropout(outputs[-1])
+            outputs.append(x)
         return outputs
 
-    for number, output in enumerate(outputs(model, X)):
-        np.testing.assert_allclose(found.activations[f"blocks/{number}/linear"].rms, rms(output), rtol=1e-5)
+    names = [f"blocks/{number}{name}" for number in range(3) for name in ("/linear", "")]
+    for name, output in zip(names, outputs(model, X), strict=True):
+        np.testing.assert_allclose(found.activations[name].rms, rms(output), rtol=1e-5)
+    assert list(found.over_depth()["blocks/{layer}"]) == [0, 1, 2]
     gradients = nnx.jit(nnx.grad(lambda model: jnp.mean(model(X) ** 2)))(abstract.materialize())
     for number in range(3):
         expected = rms(gradients["blocks"][number]["linear"]["kernel"].get_value())

@@ -5,7 +5,8 @@ measure gradients, a tap has a second input, zeros, whose gradient is defined as
 passes the tap: no gradient exists longer than it takes to measure it.
 
 Layers are named by name scopes, which Keras and Linen set. Without scopes they are named by the variables that are
-used: the last operation with a variable of a module is the module's output.
+used: the last operation with a variable of a module is the module's output. That of a block, a module in a list, is
+the first value after its variables that alone leads from the model's variables to the rest: the residual stream.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import itertools
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -38,6 +40,7 @@ from lazymodel.extras.run.run import RunOptions, run_rewritten
 _ENTERED = JIT | frozenset(name for name in CALLS if not name.startswith("custom"))
 _REMAT = frozenset({"remat", "remat2", "checkpoint"})
 _TRANSFORM = re.compile(r"\b(?:vmap|jvp|transpose|remat|checkpoint|rematted_computation)\(([^()]*)\)")
+_IN_LIST = re.compile(r"/(\d+)(?=/|$)")  # the number of a module in a list
 _MEASURES = ("rms", "mean", "min", "max", "zeros")
 _KINDS = ("activations", "gradients", "variables")
 _FAR = 100.0  # a layer's root mean square by the first one's; normalized models stay within about 20
@@ -430,6 +433,9 @@ class _Seen:
     modules: frozenset[str] | None = None
     users: set[_Scope] = dataclasses.field(default_factory=set[_Scope])
     rows: list[_Key] = dataclasses.field(default_factory=list[_Key])  # places in bodies of scans that go over it
+    mixed: bool = False  # computed from inputs and variables
+    made: int = 0  # number of the operation that made it
+    read: int = 0  # number of the last one that reads it
 
 
 class _LayerPlaces:
@@ -446,10 +452,15 @@ class _LayerPlaces:
     def __init__(self, closed: Any, paths: Sequence[str | None]) -> None:
         self._seen: list[_Seen] = []
         self._used: dict[str, _Seen] = {}  # module → the last value that was computed with a variable of it
+        self._time = 0  # operations so far
+        self._flow: list[_Seen] = []  # values that are not of variables alone, outside of scans
+        self._blocks: dict[tuple[str, str], list[int]] = {}  # (list, number) → operations with variables of the block
         self.places: dict[_Key, tuple[Any, tuple[int, ...]]] = {}
         inputs = [_Seen(aval, modules=_modules(path, aval)) for path, aval in zip(paths, closed.in_avals, strict=True)]
+        self._flow += (each for each in inputs if each.modules is None)
         for result in self._walk(closed, inputs, (), (), ()):
             result.users.add(())
+            result.read = sys.maxsize
         scoped: dict[_Scope, _Seen] = {}
         for seen in self._seen:
             for depth in range(1, len(seen.scope) + 1):
@@ -463,7 +474,7 @@ class _LayerPlaces:
         for scope, seen in sorted(scoped.items(), key=lambda each: -len(each[0])):
             if inside := scope[1:] if scope[:1] in around else scope:
                 named[seen] = "/".join(inside)
-        outputs = {named[seen]: seen for seen in self._seen if seen in named} if scoped else self._used
+        outputs = {named[seen]: seen for seen in self._seen if seen in named} if scoped else self._unscoped()
         self.names = {name: self._placed(seen) for name, seen in outputs.items()}
         self.taps = frozenset(self.names.values())
         self.variables: dict[str, _Key] = {}
@@ -477,6 +488,27 @@ class _LayerPlaces:
         # The place of a scan's own result is outside of it, that of what it goes over is inside.
         ends = ((place, len(place) + (number < 0)) for place, number in keys)
         self.entered = frozenset(place[:depth] for place, end in ends for depth in range(1, end))
+
+    def _unscoped(self) -> dict[str, _Seen]:
+        """The outputs of modules, and of the blocks of lists where all have one shape, in the order of operations."""
+        if not self._blocks:
+            return self._used
+        made, read, mixed = np.array([(e.made, min(e.read, self._time + 1), e.mixed) for e in self._flow]).T
+        counts = (np.bincount(times[mixed == 1], minlength=self._time + 2) for times in (made, read))
+        alive, found = np.cumsum(np.subtract(*counts)), dict[str, dict[str, _Seen]]()
+        for last, (name, number) in sorted((max(times), block) for block, times in self._blocks.items()):
+            begun = (times[0] for (other, _), times in self._blocks.items() if other == name and times[0] > last)
+            for time in np.flatnonzero(alive[last : min(begun, default=None)] == 1) + last:
+                here = [self._flow[at] for at in np.flatnonzero((made <= time) & (time < read))]
+                (stream,) = (each for each in here if each.mixed)
+                if all(each is stream or each.aval.shape != stream.aval.shape for each in here):
+                    found.setdefault(name, {})[f"{name}/{number}"] = stream
+                    break
+        alike = (
+            each for each in found.values() if len(each) > 1 and len({one.aval.shape for one in each.values()}) == 1
+        )
+        outputs = {name: seen for each in alike for name, seen in each.items()} | self._used
+        return dict(sorted(outputs.items(), key=lambda each: each[1].made))
 
     def _placed(self, seen: _Seen) -> _Key:
         assert seen.key is not None
@@ -495,23 +527,36 @@ class _LayerPlaces:
                 return self._walk(inner_jaxpr(eqn), operands, place, own, lengths)
             if name == "scan":
                 return self._scan(eqn, operands, place, own, lengths)
+            self._time += 1
             for each in operands:
                 each.users.add(own)
+                each.read = self._time
             computed = {each.modules for each in operands}
             every = frozenset[str]().union(*(each for each in computed if each))
             modules = None if None in computed or not operands else every
             results = [
                 _Seen(var.aval, (place, number), lengths, own, modules) for number, var in enumerate(eqn.outvars)
             ]
+            self._mix(operands, results)
+            for module in every if None in computed and not lengths else ():
+                for match in _IN_LIST.finditer(module):
+                    self._blocks.setdefault((module[: match.start()], match[1]), []).append(self._time)
             if None in computed and len(every) == 1 and (first := results[:1]) and _is_activation(first[0].aval):
                 self._used[next(iter(every))] = first[0]
             self._seen += (each for each in results if modules is None and _is_activation(each.aval))
             return results
 
         def constant(atom: Any, value: Any) -> _Seen:
-            return _Seen(atom.aval, modules=None if atom.aval.shape else frozenset())  # NumPy inputs are constants
+            seen = _Seen(atom.aval, modules=None if atom.aval.shape else frozenset())  # NumPy inputs are constants
+            self._flow += [seen] if seen.modules is None else []
+            return seen
 
         return walk(closed, operands, constant, equation)
+
+    def _mix(self, operands: Sequence[_Seen], results: Sequence[_Seen]) -> None:
+        for each in results:
+            each.made, each.mixed = self._time, any(one.mixed or one.modules for one in operands)
+            self._flow += [each] if each.modules is None and not each.lengths else []
 
     def _scan(
         self, eqn: Any, operands: Sequence[_Seen], place: tuple[int, ...], scope: _Scope, lengths: tuple[int, ...]
@@ -530,7 +575,11 @@ class _LayerPlaces:
             inner.append(_Seen(aval, modules=each.modules))
         for result in self._walk(body, inner, place, scope, inside):
             result.users.add(scope)
+        self._time += 1
         results = [_Seen(var.aval, (place, number), lengths, scope) for number, var in enumerate(eqn.outvars)]
+        for each in operands:
+            each.read = self._time
+        self._mix(operands, results)
         self._seen += (each for each in results if _is_activation(each.aval))
         return results
 
