@@ -22,6 +22,7 @@ class ProgramRow:
         live_nbytes: Bytes on a device of inputs, constants and results of other stretches during that call.
         temporary_nbytes: Bytes on a device of its results and temporaries, according to the compiler.
         peak_nbytes: The most that a device holds during a call, with what is kept and read ahead.
+        layers: The paths of the modules that its stretches are of, without stretches of several layers.
     """
 
     calls: int
@@ -30,6 +31,7 @@ class ProgramRow:
     live_nbytes: int
     temporary_nbytes: int
     peak_nbytes: int
+    layers: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,13 +117,17 @@ class RunReport(Report):
             Column.nbytes("live"), Column.nbytes("results, temporaries"), Column.nbytes("peak"),
         )  # fmt: skip
         rows = [
-            (str(number), *map(str, row[:2]), *row[2:])
+            (str(number), *map(str, row[:2]), *row[2:-1])
             for number, row in enumerate(map(dataclasses.astuple, self.rows))
         ]
         return Table(title, columns, rows, self._lines())
 
     def _lines(self) -> list[str]:
         lines = [f"the model: {format_bytes(self.model_nbytes)} on a device, {self.variables:,} variables used"]
+        named = [(number, folded_names(row.layers)) for number, row in enumerate(self.rows) if row.layers]
+        lines += (
+            [f"layers: {listed(f'{listed(names)} by program {number}' for number, names in named)}"] if named else []
+        )
         if self.loaded_nbytes:
             lines.append(f"read: {format_bytes(self.loaded_nbytes)}, from {format_bytes(self.read_nbytes)} of files")
         if self.made_nbytes:

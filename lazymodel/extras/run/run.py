@@ -14,6 +14,7 @@ import ctypes
 import dataclasses
 import functools
 import itertools
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -471,6 +472,14 @@ def _result(result: Any, values: Mapping[RunValue, Any]) -> Any:
     return with_weak_type(jax.numpy.asarray(result.data), is_weak(result.aval))
 
 
+def _layer(call: _Call) -> str:
+    """The module that all variables of a call are of, if it is a single one, or of a numbered layer; else nothing."""
+    modules = {value.source.path.rpartition("/")[0] or value.source.path for value in call.needed}
+    parts = zip(*(module.split("/") for module in modules), strict=False)
+    common = "/".join(names[0] for names in itertools.takewhile(lambda names: len({*names}) == 1, parts))
+    return common if len(modules) == 1 or re.search(r"\d(?=/|$)", common) else ""
+
+
 def _report(calls: Sequence[_Call], flat: Flattened, variables: _Variables, **measured: Any) -> RunReport:
     rows = [
         ProgramRow(
@@ -480,6 +489,7 @@ def _report(calls: Sequence[_Call], flat: Flattened, variables: _Variables, **me
             live_nbytes=max(call.live + call.kept for call in same),
             temporary_nbytes=max(call.busy for call in same),
             peak_nbytes=max(call.total + call.ahead for call in same),
+            layers=tuple(dict.fromkeys(filter(None, (_layer(call) for call in same)))),
         )
         for same in grouped_by(calls, lambda call: call.key).values()
     ]

@@ -344,3 +344,27 @@ def test_programs_do_not_grow_with_depth() -> None:
         counts.append([len(report.rows) for report in reports])
     assert counts[0] == counts[1]
     assert max(counts[0]) <= 4
+
+
+def test_a_report_names_layers() -> None:
+    """Those of stretches that are of one layer; no name where a stretch has variables of several."""
+    abstract = lm.build_abstract(
+        lambda: {"embedding": jnp.ones((8, 16)), "layers": [{"kernel": jnp.eye(16) * 2} for _ in range(6)]}
+    )
+
+    def function(model: Any, x: Any) -> Any:
+        for layer in model["layers"]:
+            x = jnp.tanh(x @ layer["kernel"])
+        return x @ model["embedding"].T
+
+    reports: list[lm.RunReport] = []
+    abstract.run(function, np.ones((2, 16), "float32"), report=reports.append)
+    layers = [row.layers for row in reports[0].rows]
+    assert layers == [tuple(f"layers/{n}" for n in range(6)), ("embedding",)]
+    assert "layers: layers/{0..5} by program 0, embedding by program 1" in str(reports[0])
+
+    def both(model: Any, x: Any) -> Any:
+        return x @ (model["layers"][0]["kernel"] + model["layers"][1]["kernel"])
+
+    abstract.run(both, np.ones((2, 16), "float32"), report=reports.append)
+    assert [row.layers for row in reports[1].rows] == [()] and "layers:" not in str(reports[1])
