@@ -518,7 +518,7 @@ class _Matcher:
             sizes = [math.prod(found[0].target) * n for n, (_, found) in zip(layers, members, strict=True)]
             axes = range(len(t.shape)) if self._out_first else reversed(range(len(t.shape)))
             for axis in sorted(
-                axes, key=lambda axis: t.shape[axis] != len(members)
+                axes, key=lambda axis: t.shape[axis] != len(t.roles)
             ):  # an axis of the parts alone first
                 rest = max(math.prod(t.shape) // max(t.shape[axis], 1), 1)
                 extents = [size // rest for size in sizes]
