@@ -16,11 +16,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from lazymodel.extras.sync.pieces import Copy, Region, device_order
+from lazymodel.extras.sync.pieces import Copy, Exchange, Region, device_order
 from lazymodel.extras.sync.transfer import (
     Bodies,
     CompiledMoves,
-    Exchange,
     Group,
     Landing,
     Move,

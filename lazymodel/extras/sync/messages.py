@@ -27,8 +27,7 @@ from lazymodel._errors import LazyModelError, SyncError
 from lazymodel._tensors.convert import Arithmetic, Convert
 from lazymodel._tensors.lazy import SCALAR_UFUNCS
 from lazymodel._tensors.shards import spec_axes
-from lazymodel.extras.sync.pieces import Copy, Region, Slot, device_order
-from lazymodel.extras.sync.transfer import Exchange, Part
+from lazymodel.extras.sync.pieces import Copy, Exchange, Part, Region, Slot, device_order
 
 PROTOCOL = 1
 _LONGEST = 64 << 20  # bytes of a line

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -26,6 +26,7 @@ from lazymodel._tensors.convert import Steps
 from lazymodel._tensors.lazy import ConcatenatedTensor
 from lazymodel._tensors.tensor_source import ArrayTensor, TensorSource, View
 
+Recipe: TypeAlias = "tuple[tuple[Route, tuple[int, ...]], ...]"  # of each target, its route and its arguments
 _Shape: TypeAlias = "tuple[int, ...]"
 _Ranges: TypeAlias = "tuple[tuple[int, int], ...]"  # start and stop, for each axis of a copy
 _CONSTANT = -1  # the sender of what is in no variable
@@ -413,3 +414,66 @@ def _slots(number: int, copy: Copy, ranges: _Ranges, of: _Ranges, to: _Ranges) -
         return
     lens = tuple(high - low for low, high in ranges)
     yield Slot(number, lens, (cut[0], cut[2]), (put[0], put[2])), cut[1], put[1]
+
+
+# Exchanges -----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A piece that pairs of devices exchange."""
+
+    target: int
+    source: int | None  # the number of the argument; None for a constant
+    copy: Copy
+    slot: Slot
+    starts: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]  # for each pair, where it is cut, and put
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """Pieces that move at the same time: each device sends to one other at most."""
+
+    pairs: Sequence[tuple[int, int]]  # positions of the sending and the receiving devices
+    stays: bool
+    parts: Sequence[Part]
+
+    def only(self, chosen: Callable[[int, int], bool]) -> Exchange:
+        """What of it is between the pairs of devices that are chosen."""
+        numbers = [n for n, pair in enumerate(self.pairs) if chosen(*pair)]
+        parts = [dataclasses.replace(part, starts=[part.starts[n] for n in numbers]) for part in self.parts]
+        return Exchange([self.pairs[n] for n in numbers], self.stays, parts)
+
+
+def exchanges(recipe: Recipe) -> list[Exchange]:
+    """What devices exchange for a group's variables, in order."""
+    together: dict[Any, list[Part]] = collections.defaultdict(list)
+    for number, (own, given) in enumerate(recipe):
+        for each in own.rounds:
+            for slot, starts in zip(each.slots, each.starts, strict=True):
+                copy = own.copies[slot.copy]
+                source = given[cast(int, copy.source)] if copy.of is not None else None
+                together[each.pairs, each.stays].append(Part(number, source, copy, slot, starts))
+    return [Exchange(pairs, stays, parts) for (pairs, stays), parts in together.items()]
+
+
+def by_receivers(given: Sequence[Exchange]) -> tuple[list[Exchange], dict[tuple[int, int], int]]:
+    """The same pieces in as few exchanges as those who receive them need, whatever each sends; and in which of these
+    each pair is, by the numbers of its exchange and of the pair there.
+    """
+    alike: dict[Any, dict[int, list[tuple[int, int]]]] = collections.defaultdict(lambda: collections.defaultdict(list))
+    for number, exchange in enumerate(given):
+        form = tuple((part.target, part.source, part.copy, part.slot) for part in exchange.parts)
+        for row, (_, receiver) in enumerate(exchange.pairs):
+            alike[form, exchange.stays][receiver].append((number, row))
+    found, became = list[Exchange](), dict[tuple[int, int], int]()
+    for (_, stays), received in alike.items():
+        for some in itertools.zip_longest(*received.values()):
+            members = [each for each in some if each is not None]
+            became |= dict.fromkeys(members, len(found))
+            parts = [
+                dataclasses.replace(part, starts=[given[number].parts[n].starts[row] for number, row in members])
+                for n, part in enumerate(given[members[0][0]].parts)
+            ]
+            found.append(Exchange([given[number].pairs[row] for number, row in members], stays, parts))
+    return found, became

@@ -34,10 +34,10 @@ from lazymodel.extras.sync.messages import (
     transfers,
     unpacked,
 )
-from lazymodel.extras.sync.pieces import device_order
+from lazymodel.extras.sync.pieces import Exchange, device_order
 from lazymodel.extras.sync.reshard import live_arrays
 from lazymodel.extras.sync.sync import as_planned, placed_variables
-from lazymodel.extras.sync.transfer import Bodies, Exchange, Struct, computing
+from lazymodel.extras.sync.transfer import Bodies, Struct, computing
 
 _Arrays = Mapping[str, jax.Array]
 

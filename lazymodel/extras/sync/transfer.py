@@ -28,14 +28,23 @@ from lazymodel._errors import LazyModelError
 from lazymodel._programs.jaxprs import PROGRAMS, as_keys, is_key, stored_as, uses_x64, with_shards, without_mesh
 from lazymodel._show.text import grouped_by, listed
 from lazymodel._tensors.shards import grouped, spec_axes
-from lazymodel.extras.sync.pieces import Copy, Route, Slot, device_order, route
+from lazymodel.extras.sync.pieces import (
+    Copy,
+    Exchange,
+    Recipe,
+    Route,
+    Slot,
+    by_receivers,
+    device_order,
+    exchanges,
+    route,
+)
 from lazymodel.extras.sync.wire import bits, converted, of_bits, wire
 
 Struct: TypeAlias = jax.ShapeDtypeStruct  # of an array with its sharding; keys have their own shapes and dtypes
 _Start: TypeAlias = "tuple[bool, int]"  # True and a column of a table with a row for each device, or False and a number
 _Starts: TypeAlias = "tuple[_Start, ...]"
-_Recipe: TypeAlias = "tuple[tuple[Route, tuple[int, ...]], ...]"  # of each target, its route and its arguments
-Compile: TypeAlias = "Callable[[_Recipe, Sequence[Struct], Sequence[Struct], bool], CompiledMoves]"
+Compile: TypeAlias = "Callable[[Recipe, Sequence[Struct], Sequence[Struct], bool], CompiledMoves]"
 
 
 def struct_of(array: Any, sharding: Sharding | None = None) -> Struct:
@@ -167,12 +176,12 @@ class CompiledMoves:
         nbytes: Bytes of a device while it runs, in addition to its arguments and to results in memory of their own.
     """
 
-    def __init__(self, recipe: _Recipe, sources: Sequence[Struct], targets: Sequence[Struct], reuse: bool) -> None:
+    def __init__(self, recipe: Recipe, sources: Sequence[Struct], targets: Sequence[Struct], reuse: bool) -> None:
         self._x64 = computing(copy for own, _ in recipe for copy in own.copies)
         with without_mesh(), self._x64():
             self._compile(recipe, sources, targets, reuse)
 
-    def _compile(self, recipe: _Recipe, sources: Sequence[Struct], targets: Sequence[Struct], reuse: bool) -> None:
+    def _compile(self, recipe: Recipe, sources: Sequence[Struct], targets: Sequence[Struct], reuse: bool) -> None:
         # Programs for several meshes are traced with Auto axes.
         self._explicit = any(automatic_sharding(each.sharding) is not each.sharding for each in (*sources, *targets))
         self._wanted = [each.sharding for each in targets]
@@ -235,21 +244,24 @@ class Landing:
 
     Attributes:
         there: The devices.
-        buffers: The arrays that move.
         sent: Of each shard that moves, the number of its buffer, and the positions of the sender and of the receiver.
+        buffers: The arrays that are sent, by these numbers.
     """
 
     def __init__(self, bodies: Bodies, there: Sequence[Any], mesh: Mesh) -> None:
-        self._bodies, self._mesh, self.there = bodies, mesh, there
+        self._bodies, where = bodies.joining()
+        self._mesh, self.there = mesh, there
         self._flat = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self.buffers, self.sent = bodies.buffers, bodies.sent
+        self._arrives = [where[each] for each in self.sent]  # the number of the buffer in which it is joined
         self._own = [n for n, device in enumerate(there) if device.process_index == jax.process_index()]
 
     def compiled_join(self, wanted: Sequence[Any], old: Sequence[Struct]) -> tuple[jax.stages.Compiled, Any]:
         """The program from buffers and old arrays, which are donated, to new ones."""
         count = len(self.there)
         buffers = [
-            jax.ShapeDtypeStruct(buffer.over(count), buffer.dtype, sharding=self._flat) for buffer in self.buffers
+            jax.ShapeDtypeStruct(buffer.over(count), buffer.dtype, sharding=self._flat)
+            for buffer in self._bodies.buffers
         ]
         return compiled(functools.partial(self._bodies.join, self._mesh), (buffers, old), wanted, donated=True)
 
@@ -259,11 +271,13 @@ class Landing:
 
     def landed(self, moved: Sequence[jax.Array]) -> list[jax.Array]:
         """The buffers as arrays, from the shards of `mine`, in order."""
-        places = {(n, receiver): place for place, (n, _, receiver) in enumerate(self.mine())}
+        sent = zip(self._arrives, self.sent, strict=True)
+        arrived = [(n, receiver) for n, (_, _, receiver) in sent if receiver in self._own]
+        places, buffers = {each: place for place, each in enumerate(arrived)}, self._bodies.buffers
         # For a device that gets nothing, anything of this form that it gets: it is not used.
-        others = {(self.buffers[n].form, receiver): place for (n, receiver), place in places.items()}
+        others = {(buffers[n].form, receiver): place for (n, receiver), place in places.items()}
         found: list[jax.Array] = []
-        for n, buffer in enumerate(self.buffers):
+        for n, buffer in enumerate(buffers):
             where = [places.get((n, k), others.get((buffer.form, k))) for k in self._own]
             shards = [
                 jnp.zeros(buffer.shape, buffer.dtype, device=self.there[k]) if place is None else moved[place]
@@ -437,44 +451,6 @@ class _Permute:
         return [item.constant() if item.source is None else pieces[number] for number, item in enumerate(self.items)]
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """A piece that pairs of devices exchange."""
-
-    target: int
-    source: int | None  # the number of the argument; None for a constant
-    copy: Copy
-    slot: Slot
-    starts: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]  # for each pair, where it is cut, and put
-
-
-@dataclasses.dataclass(frozen=True)
-class Exchange:
-    """Pieces that move at the same time: each device sends to one other at most."""
-
-    pairs: Sequence[tuple[int, int]]  # positions of the sending and the receiving devices
-    stays: bool
-    parts: Sequence[Part]
-
-    def only(self, chosen: Callable[[int, int], bool]) -> Exchange:
-        """What of it is between the pairs of devices that are chosen."""
-        numbers = [n for n, pair in enumerate(self.pairs) if chosen(*pair)]
-        parts = [dataclasses.replace(part, starts=[part.starts[n] for n in numbers]) for part in self.parts]
-        return Exchange([self.pairs[n] for n in numbers], self.stays, parts)
-
-
-def exchanges(recipe: _Recipe) -> list[Exchange]:
-    """What devices exchange for a group's variables, in order."""
-    together: dict[Any, list[Part]] = collections.defaultdict(list)
-    for number, (own, given) in enumerate(recipe):
-        for each in own.rounds:
-            for slot, starts in zip(each.slots, each.starts, strict=True):
-                copy = own.copies[slot.copy]
-                source = given[cast(int, copy.source)] if copy.of is not None else None
-                together[each.pairs, each.stays].append(Part(number, source, copy, slot, starts))
-    return [Exchange(pairs, stays, parts) for (pairs, stays), parts in together.items()]
-
-
 class Bodies:
     """What each device computes in a group's programs, to trace.
 
@@ -494,6 +470,7 @@ class Bodies:
         alone: int = _ALONE_ELSEWHERE,
     ) -> None:
         self._sources, self._targets, self.exchanges = sources, targets, tuple(exchanged)
+        self._here, self._there, self._alone = here, there, alone
         # Column → number of the column, by sender and by receiver.
         self._tables: tuple[dict[tuple[int, ...], int], dict[tuple[int, ...], int]] = ({}, {})
         self.permutes: list[_Permute] = []
@@ -512,6 +489,19 @@ class Bodies:
         moving = [(each.pairs, buffer) for each in self.permutes for buffer in each.buffers]
         self.buffers = [buffer for _, buffer in moving]
         self.sent = [(n, *pair) for n, (pairs, _) in enumerate(moving) for pair in pairs]
+
+    def joining(self) -> tuple[Bodies, dict[tuple[int, int, int], int]]:
+        """For a program that only joins; and of each of `sent`, the number of the buffer in which it is there."""
+        exchanged, became = by_receivers(self.exchanges)
+        bodies = Bodies(exchanged, self._sources, self._targets, self._here, self._there, self._alone)
+        first = list(itertools.accumulate((len(each.buffers) for each in bodies.permutes), initial=0))
+        places = ((number, n) for number, each in enumerate(self.permutes) for n in range(len(each.buffers)))
+        where = {
+            (buffer, *pair): first[became[number, row]] + n
+            for buffer, (number, n) in enumerate(places)
+            for row, pair in enumerate(self.permutes[number].pairs)
+        }
+        return bodies, where
 
     def compiled_cut(self, mesh: Mesh, sources: Sequence[Struct]) -> tuple[jax.stages.Compiled, Any]:
         """The program from sources to buffers on their devices."""
