@@ -360,8 +360,8 @@ def test_several_processes(tmp_path: Path) -> None:
     assert codes == [0, 0], printed(tmp_path, 2)
 
 
-@pytest.mark.parametrize("there", ["high", "flat"])
-def test_few_updates_join_pieces(there: str, meshes: dict[str, Mesh]) -> None:
+@pytest.mark.parametrize(("there", "most"), [("high", 4), ("flat", 5)])  # one more for what stays where it is
+def test_few_updates_join_pieces(there: str, most: int, meshes: dict[str, Mesh]) -> None:
     """As many as senders: those of layers side by side are one, and no receiver waits for those of another.
 
     A chain of many updates of one array is one slow loop in XLA:CPU.
@@ -373,4 +373,4 @@ def test_few_updates_join_pieces(there: str, meshes: dict[str, Mesh]) -> None:
         wanted = model({"up": (layers, 32, 64)}, HALF, meshes[there], {"up": P(None, None, "model")})
         sync = lm.Sync(own, wanted, lm.WeightMap({"up": lm.From("{layer}/up").stack("layer")}))
         text = sync.compiled[-1].as_text()
-        assert 1 <= text.count(" dynamic-update-slice(") <= 4
+        assert 1 <= text.count(" dynamic-update-slice(") <= most
