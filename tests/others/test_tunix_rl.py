@@ -1,12 +1,17 @@
-"""GRPO with Tunix: its sampler follows by `lm.Sync` as it does by Tunix' own way."""
+"""GRPO with Tunix: its sampler follows by `lm.Sync`, or in another program, as it does by Tunix' own way."""
 
 from __future__ import annotations
 
+import functools
 import re
+import subprocess
+import sys
+from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -18,39 +23,27 @@ from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
 import lazymodel as lm
+from tests.conftest import ROOT, child_environment
+from tests.others import tunix_two_programs
+from tests.others.tunix_two_programs import CONFIG, Characters, RemoteRollout
 
 pytestmark = pytest.mark.large
 
 PAGE = Path(__file__).parents[2] / "docs" / "sync.md"
-CONFIG = qwen3.ModelConfig(
-    num_layers=2, vocab_size=32, embed_dim=32, hidden_dim=64, num_heads=4, head_dim=8, num_kv_heads=4, norm_eps=1e-6,
-    rope_theta=10_000, use_tied_embedding=True,
-)  # fmt: skip
 
 
-class Characters:
-    """A tokenizer."""
+def three_steps(rollout_engine: Any, *, alone: bool = False) -> tuple[Any, ...]:
+    """Completions with their rewards, losses, and what is in the end: the sampler's logarithms of probabilities of
+    some tokens, the trainer's weights, and the sampler's if its model is here.
 
-    def encode(self, text: str, **_: Any) -> list[int]:
-        return [3 + ord(character) % 29 for character in text]
-
-    def decode(self, ids: Any, **_: Any) -> str:
-        return "".join(chr(97 + int(each) % 26) for each in ids)
-
-    def pad_id(self) -> int:
-        return 0
-
-    def bos_id(self) -> int:
-        return 1
-
-    def eos_id(self) -> int:
-        return 2
-
-
-def three_steps(rollout_engine: Any) -> tuple[Any, ...]:
-    """Completions with their rewards, losses, and the weights of the trainer and of the sampler in the end."""
+    Args:
+        rollout_engine: As Tunix takes it.
+        alone: The trainer has no mesh for a sampler.
+    """
     devices = np.array(jax.devices()[:8])
     training, sampling = (Mesh(half.reshape(2, 2), ("fsdp", "tp")) for half in (devices[:4], devices[4:]))
+    if alone:
+        sampling = training
     seen: list[Any] = []
 
     def reward(prompts: Any, completions: list[str], **_: Any) -> list[float]:
@@ -81,17 +74,40 @@ def three_steps(rollout_engine: Any) -> tuple[Any, ...]:
     trainer, rollout = cluster.actor_trainer, cluster.rollout
     learner.train([{"prompts": np.array(["hello", "world"])} for _ in range(3)])
     losses = cluster._rl_metrics_logger.get_metric_history("actor", "loss", "train")
-    weights = [jax.tree.map(np.asarray, nnx.state(each, nnx.Param)) for each in (trainer.model, rollout.model())]
-    return seen, [float(each) for each in losses], *weights
+    tokens = jnp.arange(16).reshape(2, 8) + 3
+    answers = np.asarray(cluster.get_old_per_token_logps(tokens, tokens)).tolist()
+    models = [each for each in (trainer.model, rollout.model()) if each is not None]
+    weights = [jax.tree.map(np.asarray, nnx.state(each, nnx.Param)) for each in models]
+    return seen, [float(each) for each in losses], answers, *weights
 
 
-def test_grpo_is_the_same_with_sync() -> None:
+@pytest.fixture(scope="module")
+def stock() -> tuple[Any, ...]:
+    """What Tunix' own sampler, moved by Tunix, leads to."""
+    found = three_steps("vanilla")
+    assert len(found[1]) == 3 and found[0][0] != found[0][1]  # the sampler changes
+    return found
+
+
+def same(expected: Any, found: Any) -> bool:
+    return jax.tree.all(jax.tree.map(np.array_equal, expected, found))
+
+
+def test_grpo_is_the_same_with_sync(stock: tuple[Any, ...]) -> None:
     (code,) = re.findall(r"```python\n([^`]*?VanillaRollout.*?)```", PAGE.read_text(), flags=re.S)
     names: dict[str, Any] = {}
     exec(compile(code, str(PAGE), "exec"), names)
-    stock, ours = three_steps("vanilla"), three_steps(names["SyncedRollout"])
-    assert len(stock[1]) == 3 and stock[0][0] != stock[0][1]  # the sampler changes
-    assert stock[:2] == ours[:2]
-    for expected, found in zip(stock[2:], ours[2:], strict=True):
-        assert jax.tree.all(jax.tree.map(np.array_equal, expected, found))
-    assert jax.tree.all(jax.tree.map(np.array_equal, ours[2], ours[3]))
+    ours = three_steps(names["SyncedRollout"])
+    assert stock[:3] == ours[:3]
+    assert same(stock[3], ours[3]) and same(stock[4], ours[4]) and same(ours[3], ours[4])
+
+
+def test_grpo_is_the_same_in_two_programs(stock: tuple[Any, ...]) -> None:
+    with Listener(("127.0.0.1", 0), authkey=b"tests") as listener:
+        command = [sys.executable, "-m", tunix_two_programs.__name__, str(listener.address[1])]
+        sampler = subprocess.Popen(command, cwd=ROOT, env=child_environment())
+        with listener.accept() as connection:
+            ours = three_steps(functools.partial(RemoteRollout, connection), alone=True)
+        assert sampler.wait(60) == 0
+    assert stock[:3] == ours[:3]
+    assert same(stock[3], ours[3])
