@@ -19,7 +19,7 @@ from lazymodel._mapping.entry import From
 from lazymodel._show.text import grouped_by
 from lazymodel._tensors.lazy import ConcatenatedTensor, LazyTensor
 
-_NUMBER = re.compile(r"\{\w+\}|\d+(?=[/._]|$)")
+_NUMBER = re.compile(r"\{\w+\}|(?<!\d)\d+(?=[/._]|$)")
 
 
 def recorded(
