@@ -63,6 +63,13 @@ def values(folder: str, kind: str, mesh: Mesh) -> tuple[list[Any], lm.LoadReport
 
 
 CASES = [("llama", form) for form in FORMS if not form.endswith(("fbgemm", "-bf16", "tensor", "-fp8", "pack-8", "fp4"))]
+OF_SOME_MODULES = (
+    "gptq-dynamic",
+    "gptq-dynamic-order",
+    "auto-round",
+    "auto-round-v2",
+)  # says `up_proj` is as packed here
+CASES = [case for case in CASES if case[1] not in OF_SOME_MODULES]
 CASES += [("llama", "mxfp4"), ("qwen3", "fp8-block"), ("qwen3_moe", "fp8-block"), ("qwen3_moe", "awq")]
 # A form each of floats, integers, packed rows and packed columns; `tests/extras/quantized` has all of them.
 SOME = [("llama", form) for form in ("int-quantized", "pack-4-zero", "nf4-nested")] + [
@@ -76,7 +83,9 @@ def test_is_what_the_plain_folder_gives(kind: str, form: str, mesh8: Mesh, tmp_p
     found, report = values(made, kind, mesh8)
     expected, _ = values(plain, kind, mesh8)
     assert_same_values(expected, found)
-    assert report.read_nbytes <= 1.02 * sum(file.stat().st_size for file in Path(made).glob("*.safetensors"))
+    # A word of HQQ's has numbers of distant rows: each device that has some of them reads it.
+    most = mesh8.size if form.startswith("hqq") else 1.02
+    assert report.read_nbytes <= most * sum(file.stat().st_size for file in Path(made).glob("*.safetensors"))
 
 
 @pytest.mark.parametrize("form", [None, "mlx-4"])
