@@ -105,7 +105,7 @@ class SyncError(LazyModelError):
 
     Attributes:
         sampler: The sampler with what is new and what is as before, to pass as `into` of the next call; None if it is
-            unchanged.
+            unchanged, and for a `SyncClient`.
 
     Example:
         >>> try:

@@ -225,8 +225,12 @@ class SyncClient(Sync):
                 if version is not None and all(asked(each, version) == version for each in self._trainers[1:]):
                     return str(version)
                 if time.monotonic() > until:
+                    for each in self._trainers:  # which some may keep
+                        each.ask({"do": "done"})
                     newer = f" newer than {after}" if after else ""
                     raise SyncError(f"the trainer has published no version{newer} within {wait:g} seconds")
+                if version is not None:  # another process of the trainer has skipped it, or is behind
+                    time.sleep(0.01)
 
         exactly = int(stage.first(first))
         if not stage.leads and any(asked(each, exactly) != exactly for each in self._trainers):
@@ -270,7 +274,9 @@ class SyncClient(Sync):
             left = "values of the sampler were already replaced, so it cannot be used: materialize it again"
         else:
             left = "the sampler is as it was"
-        return SyncError(f"{error}; {left}. After the trainer has published a version, make a new SyncClient")
+        return SyncError(
+            f"{error}; {left}. Pull again; if the trainer was gone, or this pull had begun, with a new SyncClient"
+        )
 
     def close(self) -> None:
         """Closes the connections."""

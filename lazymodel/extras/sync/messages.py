@@ -15,7 +15,7 @@ import json
 import secrets
 import socket
 from collections.abc import Mapping, Sequence
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +78,7 @@ class Channel:
 
     def send(self, message: Message) -> None:
         """Sends one message."""
+        self._socket.settimeout(self._seconds)  # also after a patient `receive`
         try:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
         except OSError as error:
@@ -191,7 +192,7 @@ def described(variables: Mapping[str, AbstractVariable]) -> Message:
     shardings: dict[Sharding, int] = {}
     found: Message = {}
     for path, variable in variables.items():
-        number = shardings.setdefault(variable.sharding, len(shardings))  # type: ignore[arg-type]
+        number = shardings.setdefault(cast(Sharding, variable.sharding), len(shardings))
         found[path] = [variable.shape, jnp.dtype(variable.dtype).name, number]
     return {"variables": found, "shardings": list(map(_described, shardings))}
 

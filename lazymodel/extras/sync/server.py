@@ -49,7 +49,7 @@ class SyncServer:
     a server of its own, for its own shards, and publishes the same versions.
 
     Args:
-        trainer: The model, abstract with shardings, or live. It is only looked at.
+        trainer: The model, abstract with shardings, or live. It is only looked at. PRNG keys are not offered.
         address: `"host:port"` at which to listen; port 0 for any free one.
         token: A secret that samplers must know. It may be None only where no other machine reaches the address. Arrays
             travel unencrypted, and the ports that they use know no token.
@@ -124,8 +124,6 @@ class SyncServer:
         if absent := [path for path in self._own if path not in same]:
             raise LazyModelError(f"the trainer has no array {absent[0]!r}, which was planned")
         found = {path: as_planned(arrays[same[path]], each, "trainer") for path, each in self._own.items()}
-        if copy:
-            found = {path: jnp.copy(array) for path, array in found.items()}
         with self._lock:
             self.version += 1
             number = self.version
@@ -133,7 +131,7 @@ class SyncServer:
                 return None
             if not self._changed.wait_for(lambda: not self._crowded(), self.timeout):
                 raise SyncError(f"samplers have taken two older versions for {self.timeout:g} seconds")
-            self._versions[number] = found
+            self._versions[number] = {path: jnp.copy(array) for path, array in found.items()} if copy else found
             self._drop()
         return number
 
