@@ -324,7 +324,8 @@ def as_planned(array: jax.Array, variable: AbstractVariable, what: str) -> jax.A
         kinds = ((v.dtype.name, v.shape, v.sharding) for v in cast(Any, (variable, array)))
         planned, now = (f"{dtype}{list(shape)} on {sharding}" for dtype, shape, sharding in kinds)
         raise LazyModelError(
-            f"{variable.path!r} of the {what}: expected {planned}, as planned, found {now}. Make a new lm.Sync (SyncServer, SyncClient) for it"
+            f"{variable.path!r} of the {what}: expected {planned}, as planned, found {now}. Make a new lm.Sync for it, "
+            "or a new SyncServer and SyncClient"
         )
     return array
 
