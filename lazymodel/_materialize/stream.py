@@ -105,8 +105,9 @@ def read_items(
         items: The items to fill, in the order of their turns. An item may occur several times.
         limit: Limit in bytes for the host memory in use at any time: values on their way to devices, and every
             temporary. Memory of devices does not count. On CPU devices, which use host memory, the variable that is
-            yielded next does not count, but those read ahead do. Memory through which a device's runtime copies, such
-            as pinned memory, does not count either; at most half the limit is in transfer at a time.
+            yielded next does not count, but those read ahead do; one that exceeds the limit is read once the caller
+            asks for it. Memory through which a device's runtime copies, such as pinned memory, does not count either;
+            at most half the limit is in transfer at a time.
         on_bytes: Called with the bytes of shards just filled, from any thread, one call at a time.
         hold: Called afterwards by every thread before it continues, with a function that returns True if the stream has
             been stopped: until it returns, that thread reads nothing more.
@@ -288,6 +289,7 @@ class _Stream:
         self._in_flight = self._turn = 0
         self._on_its_way = 0  # bytes of buffers that transfers read
         self._held: dict[_Plan, int] = {}  # reservations that last until their array is yielded
+        self._yielded = False  # True while the caller has an array, and has not asked for the next one
         self._spare: list[np.ndarray] = []  # buffers to be reused, oldest first
         self._stopped = False
         self._error: CheckpointError | None = None
@@ -308,14 +310,14 @@ class _Stream:
                 threads += [start_thread(self._work, "stream", workspace) for workspace in self._workspaces]
             for plan in self._plans:
                 with self._lock:
-                    if plan.item.turn > self._turn:
-                        self._turn = plan.item.turn
-                        self._changed.notify_all()
+                    self._turn, self._yielded = max(self._turn, plan.item.turn), False
+                    self._changed.notify_all()
                     self._changed.wait_for(lambda plan=plan: self._error is not None or plan.complete)
                     if self._error is not None:
                         raise self._error
                     array = plan.take()
                     self._in_flight -= self._held.pop(plan, 0)
+                    self._yielded = True
                     self._changed.notify_all()
                 yield plan.item.path, array
                 del array  # only the consumer holds it: it may donate or drop it before the next one
@@ -417,9 +419,11 @@ class _Stream:
 
     def _reserve(self, job: _Job) -> bool:
         turn = job.plans[0].item.turn
+        exceeds = job.on_host and job.plans[0].nbytes > self._budget  # beside the last array it would be a second one
 
         def available() -> bool:
-            return turn <= self._turn + 1 and self._in_flight + job.nbytes <= self._budget
+            asked = turn <= self._turn + 1 and not (exceeds and self._yielded)
+            return asked and self._in_flight + job.nbytes <= self._budget
 
         with self._lock:
             self._changed.wait_for(lambda: self._stopped or available())
