@@ -288,8 +288,8 @@ class _Proposer:
         # much smaller weight (half the bytes for the queries of a compiled Gemma block).
         alone = order.fsdp[:1] == ("in",) and not any(self.mesh.shape[axis] > 1 for axis in self.tensor)
         stored = dims(order.tensor if alone else order.fsdp)
-        if not large and any(placement.axes):  # a dimension of a small variable is split once only
-            stored = [dim for dim in stored if not placement.axes[dim]]
+        if not large and any(placement.axes):  # a small variable splits a dimension once, a table its entries
+            stored = [dim for dim in stored if not placement.axes[dim] or "features" in labels]
         # Storage splits a head only if nothing else divides, and not for a small variable that is split already.
         if stored and not placement.place(fsdp, stored) and (large or not any(placement.axes)):
             placed &= placement.place(fsdp, stored, whole_units=False)

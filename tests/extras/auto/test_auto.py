@@ -88,7 +88,7 @@ def test_layers_may_be_arrays_of_their_own() -> None:
 
 def test_a_transformer_layer_by_both() -> None:
     found = specs(LAYER, mesh(batch=2, model=4))
-    assert found["token_embedding/embeddings"] == P("model")
+    assert found["token_embedding/embeddings"] == P(("model", "batch"))
     assert found["layer_0/attention/query/kernel"] == P("batch", "model")
     assert found["layer_0/attention/attention_output/kernel"] == P("model", None, "batch")
     assert found["layer_0/mlp/gate/kernel"] == P("batch", "model")
@@ -204,12 +204,12 @@ def test_what_belongs_to_a_weight_is_split_like_it() -> None:
             "up/kernel_scale": ((64,), P("model")),
             "up/lora_kernel_a": ((32, 2), P()),
             "up/lora_kernel_b": ((2, 64), P(None, "model")),
-            "embedding/embeddings": ((64, 16), P("model")),
+            "embedding/embeddings": ((64, 16), P(("model", "data"))),
             "embedding/embeddings_scale": ((64,), P("model")),
             "embedding/lora_embeddings_a": ((64, 2), P("model")),
             "embedding/lora_embeddings_b": ((2, 16), P()),
             "adam/up__kernel_momentum": ((32, 64), P("data", "model")),
-            "adafactor/embedding_embeddings_row": ((64,), P("model")),
+            "adafactor/embedding_embeddings_row": ((64,), P(("model", "data"))),
             "adafactor/embedding_embeddings_column": ((16,), P()),
             "adafactor/up__kernel_column": ((64,), P("model")),
             "adafactor/up__kernel_row": ((32,), P("data")),
